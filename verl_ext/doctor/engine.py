@@ -12,6 +12,7 @@ from verl_ext.doctor.checks import RUNNER, Context, check, error, note, ok, warn
 from verl_ext.doctor.experts import MOE_BACKEND
 from verl_ext.features.cascade_attention import DISABLED
 from verl_ext.features.verl_config import HYBRID, MODE, MODEL, ROLLOUT, RUNTIME, VLLM_ARGUMENTS
+from verl_ext.launch.models import known_positions
 from verl_ext.upstream.agent_loop import MANAGER
 
 CASCADE = "stability.cascade_attention"
@@ -74,12 +75,14 @@ def cascade_attention(context: Context) -> Iterable[Problem]:
 
 @check("lengths", needs="engine")
 def lengths(context: Context) -> Iterable[Problem]:
-    """`max_model_len` above the model's positions; without chunked prefill, `max_num_batched_tokens` below it.
+    """`max_model_len` above the model's positions; prompts and answers that are longer than them; without chunked
+    prefill, `max_num_batched_tokens` below max_model_len.
 
-    Source: `_validate_configs` of verl/workers/rollout/vllm_rollout/vllm_async_server.py (0.9.1). Without chunked
-    prefill it raises max_num_batched_tokens to max_model_len, which verl's own RolloutConfig refuses (the field is not
-    among its `_mutable_fields`; tried). With chunked prefill a smaller value is fine. For SGLang, verl checks the
-    positions too (`__init__` of async_sglang_server.py).
+    Source: `_validate_configs` of verl/workers/rollout/vllm_rollout/vllm_async_server.py (0.9.1), which sets a null
+    max_model_len to the positions; `generate` there ends answers at it and refuses a prompt that leaves no room.
+    Without chunked prefill it raises max_num_batched_tokens to max_model_len, which verl's own RolloutConfig refuses
+    (the field is not among its `_mutable_fields`; tried). With chunked prefill a smaller value is fine. For SGLang,
+    verl does the same with the positions (`__init__` of async_sglang_server.py).
     """
     limit = _positions(context)
     asked = int(context.get(f"{ROLLOUT}.max_model_len", 0))
@@ -87,6 +90,12 @@ def lengths(context: Context) -> Iterable[Problem]:
         why = "verl refuses a length that the model has no positions for"
         yield error(f"rollout.max_model_len={asked}, positions: {limit}", why, f"{ROLLOUT}.max_model_len={limit}")
         asked = limit
+    prompt, answer = (context.number(f"data.max_{one}_length") or 0 for one in ("prompt", "response"))
+    if limit and not asked and prompt + answer > limit:
+        found = f"prompts of up to {prompt:g} and answers of up to {answer:g} tokens, positions: {limit}"
+        why = f"an answer ends at {limit} tokens with its prompt, as if it were too long"
+        why += f"; a prompt of {limit} or more is refused" if prompt >= limit else ""
+        yield warning(found, f"{why}; shorten them, or extend the model's positions")
     length, batched = asked or limit, int(context.get(f"{ROLLOUT}.max_num_batched_tokens", 8192))
     if context.with_sglang or context.get(f"{ROLLOUT}.enable_chunked_prefill", True) or not length:
         return
@@ -226,8 +235,10 @@ def attention_factor(context: Context) -> Iterable[Problem]:
 
 
 def _positions(context: Context) -> int | None:
+    """Returns the positions that verl reads: of an override, of config.json, or of the model of this name."""
+    changed = context.get(f"{MODEL}.override_config.max_position_embeddings")
     config = context.model_config
-    for part in (config, getattr(config, "text_config", None)):
-        if (found := getattr(part, "max_position_embeddings", None)) is not None:
-            return int(found)
-    return None
+    parts = (config, getattr(config, "text_config", None))
+    read = (getattr(part, "max_position_embeddings", None) for part in parts)
+    known = known_positions(str(context.model_path or ""))
+    return next((int(one) for one in (changed, *read, known) if one is not None), None)

@@ -10,7 +10,19 @@ from pathlib import Path
 
 from verl_ext.base.errors import Problem
 from verl_ext.doctor.checks import Context, check, error, note, warning
-from verl_ext.features.verl_config import ACTOR, LORA_RANKS, MODEL, ROLLOUT, lora_rank_key, trains_lora
+from verl_ext.features.verl_config import (
+    ACTOR,
+    LORA_RANKS,
+    MODEL,
+    ROLLOUT,
+    VLLM_ARGUMENTS,
+    json_of_model,
+    lora_rank_key,
+    needs_critic,
+    trains_lora,
+)
+from verl_ext.launch.models import tokenizer_of
+from verl_ext.launch.packages import vision_modules
 
 FULL_RATE = 2e-6  # up to here a learning rate is one for all weights; verl's default is 1e-6
 RATE, ALL_LINEAR = f"{ACTOR}.optim.lr", f"{MODEL}.target_modules"
@@ -19,6 +31,7 @@ SAVED, LOADED = (f"{ACTOR}.checkpoint.{name}_contents" for name in ("save", "loa
 FREQUENCY = "trainer.save_freq"
 ASYNCHRONOUS = f"{ACTOR}.checkpoint.async_save"
 TOOLS = f"{ROLLOUT}.multi_turn"
+TEACHERS = "distillation.teacher_models"
 CHARACTERS = 4  # of a token
 THINKS, SHORT = ("qwen3", "qwen3_moe"), 1024  # models that think unless they are told not to; tokens that cut that
 OTHERS = ("instruct", "base", "coder", "embedding", "reranker")  # words of names of models that do not think
@@ -41,12 +54,14 @@ FORMATS = {
 @check("adapter", needs="config")
 def trained_adapter(context: Context) -> Iterable[Problem]:
     """A LoRA whose rank stands where this engine does not read it, so that all weights are trained; one with a learning
-    rate for all weights; `all-linear` on the experts and routers of a mixture of experts, on FSDP.
+    rate for all weights; one on modules that the rollout does not take, on FSDP: routers and stacked experts, or the
+    vision tower.
 
     Source: `_is_lora` of workers/engine/fsdp/transformer_impl.py reads model.lora_rank, megatron's model.lora (verl PR
     4063); veomni's, torchtitan's and automodel's have a TODO. verl's docs/advance/ppo_lora.rst: a rate ten times as
     large. peft 0.21 gives adapters to the stacked experts of ADAPTED (tried on Qwen3-MoE), which vLLM does not load
-    under these names (vllm PR 52194).
+    under these names (vllm PR 52194). Without `enable_tower_connector_lora`, vLLM gives only the language model
+    adapters (`LoRAModelManager` of lora/model_manager.py; verl issue 3516).
     """
     read = lora_rank_key(context.config)
     for key in dict.fromkeys(LORA_RANKS.values()):
@@ -61,9 +76,37 @@ def trained_adapter(context: Context) -> Iterable[Problem]:
         why = "that is a rate for all weights, with which an adapter hardly moves; about ten times as much is usual"
         yield warning(f"a LoRA with {RATE}={rate:g}", why, f"{RATE}={10 * rate:g}")
     sent_whole = context.get(f"{MODEL}.lora.merge") or context.get(f"{MODEL}.exclude_modules")
-    if context.on_fsdp and context.model_type in ADAPTED and context.get(ALL_LINEAR) == "all-linear" and not sent_whole:
+    if not context.on_fsdp or sent_whole:
+        return
+    asked, modules = context.get(ALL_LINEAR), vision_modules(context.model_type)
+    listed = set() if isinstance(asked, str) else {str(name).rpartition(".")[2] for name in asked or ()}
+    in_tower = sorted(modules if asked == "all-linear" else modules & listed) if context.with_vllm else []
+    if context.model_type in ADAPTED and asked == "all-linear":
         why = "the router and the stacked experts get adapters too, which the rollout does not load as they are sent"
         yield warning("target_modules=all-linear with experts", why, f"{ALL_LINEAR}=[q_proj,k_proj,v_proj,o_proj]")
+    elif in_tower and not context.get(f"{VLLM_ARGUMENTS}.enable_tower_connector_lora"):
+        why = f"{', '.join(in_tower)} of the vision tower get adapters too, which vLLM leaves out"
+        yield warning(f"target_modules={asked} with a vision tower", why, f"{MODEL}.exclude_modules=.*vis.*")
+
+
+@check("token ids", needs="config")
+def token_ids(context: Context) -> Iterable[Problem]:
+    """A critic, or a teacher of a distillation, of another tokenizer than the actor's, whose token ids it is given.
+
+    Source: `_compute_values` of v1/trainer_base.py; experimental/teacher_loop/teacher_manager.py: both pass the
+    actor's ids on, and nothing encodes them again (TRL issue 3595, TRL PR 4561).
+    """
+    readers = ["critic.model.path"] if needs_critic(context.config) else []
+    if context.get("distillation.enabled"):
+        readers += [f"{TEACHERS}.{name}.model_path" for name in context.get(TEACHERS, ())]
+    own = str(context.get(f"{MODEL}.tokenizer_path") or context.model_path or "")
+    for setting in readers:
+        paths = own, str(context.get(setting, own))
+        files = [json_of_model(path, "tokenizer.json").get("model", {}).get("vocab") for path in dict.fromkeys(paths)]
+        ids = files if all(files) else [*filter(None, map(tokenizer_of, paths))]
+        if len(ids) == 2 and ids[0] != ids[1]:
+            why = "their tokenizers differ: the actor's token ids mean other tokens in it, or none"
+            yield warning(f"{setting}={paths[1]} with {own}", why)
 
 
 @check("checkpoints", needs="config")

@@ -4,7 +4,7 @@ vLLM was read in 0.23 to 0.32, SGLang in 0.5.12, verl in 0.9.1, transformers in 
 """
 
 from collections.abc import Iterable
-from math import ceil
+from math import ceil, floor
 
 from verl_ext.base.errors import Problem
 from verl_ext.doctor.checks import Context, check, error, note, ok, warning
@@ -14,6 +14,7 @@ from verl_ext.features.verl_config import MERGE_LORA, MODE, MODEL, MTP, VLLM_ARG
 from verl_ext.launch.families import DRAFTS_FIRST, LINEAR
 
 CANARY = "stability.sync_canary.trajectories"
+SAMPLER = "trainer.v1.sampler"
 STOP_AFTER = "stability.guard.stop_after"
 NO_ADAPTERS = "0.5.12"  # the SGLang that verl 0.9.1 pins
 BLACKWELL = 10  # major compute capability of the GPUs whose kernels store the weights in blocks
@@ -137,23 +138,43 @@ def drafts_of_hybrids(context: Context) -> Iterable[Problem]:
 
 @check("waiting batches")
 def waiting_batches(context: Context) -> Iterable[Problem]:
-    """A `stop_after` that is at most the number of batches waiting at the start of an asynchronous run.
+    """Batches that wait in an asynchronous run, so that each is older than `max_off_policy_threshold` allows when its
+    turn comes; a `stop_after` that is at most their number at the start.
 
     After a refused batch, all batches that were sampled before it may be refused too: they are as far from the policy.
 
-    Source: recipes/collapse: with 32 batches waiting, stop_after=10 ended a run that survived with stop_after=50.
+    Source: recipes/collapse: with 32 batches waiting, stop_after=10 ended a run that survived with stop_after=50. verl
+    0.9.1: `_stale_terminal_keys` of trainer/ppo/v1/replay_buffer.py; `_add_async_warmup_batches` of v1/trainer_base.py.
     """
     mode = context.get(MODE, "sync")
     stop_after = context.get(STOP_AFTER)
-    if mode == "sync" or stop_after is None or not _skips_updates(context):
+    if mode == "sync":
         return
-    waiting = ceil(context.get(f"trainer.v1.{mode}.num_warmup_batches", 0))
+    waiting = _waiting(context, context.number(f"trainer.v1.{mode}.num_warmup_batches") or 0)
+    oldest, drops = (
+        context.number(f"{SAMPLER}.max_off_policy_threshold"),
+        context.get(f"{SAMPLER}.max_off_policy_strategy"),
+    )
+    own = any(context.get(one) for one in (f"{SAMPLER}.custom_sampler.path", "skip.rollout_tq.enable"))
+    if oldest is not None and drops == "drop" and oldest < 1 + waiting and not own:
+        found = f"{SAMPLER}.max_off_policy_threshold={oldest:g} with {waiting} batches waiting"
+        why = f"a batch that waited spans {1 + waiting} versions: verl drops it and generates another"
+        yield warning(found, why, f"{SAMPLER}.max_off_policy_threshold={1 + waiting}")
+    if stop_after is None or not _skips_updates(context):
+        return
     if waiting < stop_after:
         yield ok(f"{STOP_AFTER}={stop_after} with {waiting} batches waiting")
         return
     why = "all of them may be refused like the first, and the run stops before a batch of the current weights comes"
     found = f"{STOP_AFTER}={stop_after} with trainer.v1.{mode}.num_warmup_batches={waiting}"
     yield warning(found, why, f"{STOP_AFTER}={waiting + stop_after}")
+
+
+def _waiting(context: Context, asked: float) -> int:
+    """Returns how many batches wait, the last one perhaps in part: verl asks for prompts by whole gen_batch_size."""
+    batch = context.number("data.train_batch_size") or 1
+    generated = context.number("data.gen_batch_size") or batch
+    return ceil(floor(asked * batch / generated) * generated / batch)
 
 
 def _skips_updates(context: Context) -> bool:

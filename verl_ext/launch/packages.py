@@ -315,6 +315,18 @@ def attention_traits(model_type: str) -> dict[str, Any]:
 
 
 @cache
+def vision_modules(model_type: str) -> frozenset[str]:
+    """Returns the names of the linear modules in a model's vision tower: those that transformers' classes with "Vision"
+    in their names make, and the classes that these use."""
+    file = _modeling_files().get(model_type)
+    texts = re.split(r"^class (\w+)", file.read_text(encoding="utf-8") if file else "", flags=re.MULTILINE)
+    classes = dict(zip(texts[1::2], texts[2::2], strict=True))
+    tower = {name for name in classes if "Vision" in name and "PreTrained" not in name}
+    tower |= {used for name in tower for used in re.findall(r"\b\w+(?=\()", classes[name])} & classes.keys()
+    return frozenset(found for name in tower for found in re.findall(r"self\.(\w+) = nn\.Linear", classes[name]))
+
+
+@cache
 def verl_pins() -> dict[str, dict[str, str]]:
     """Returns verl's extra -> package -> requirement for pip; {} if verl is not installed."""
     try:

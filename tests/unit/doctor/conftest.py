@@ -1,5 +1,6 @@
 """Contexts for the checks: any installation, any config, without looking at this machine's."""
 
+import json
 import math
 
 import pytest
@@ -42,6 +43,10 @@ def models(tmp_path_factory):
     for name, size in sizes.items():
         LlamaConfig(vocab_size=size, max_position_embeddings=1024).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    other = json.loads((folder / "fitting" / "tokenizer.json").read_text())
+    other["model"]["vocab"].popitem()
+    (folder / "other").mkdir()
+    (folder / "other" / "tokenizer.json").write_text(json.dumps(other))
     DeepseekV3Config(n_routed_experts=8, vocab_size=tokens).save_pretrained(folder / "biased")
     tokenizer.save_pretrained(folder / "biased")
     Qwen3MoeConfig(num_experts=8, vocab_size=tokens).save_pretrained(folder / "moe")

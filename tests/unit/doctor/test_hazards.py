@@ -23,7 +23,8 @@ RAW = f"{RUNTIME}.SGLANG_RETURN_ORIGINAL_LOGPROB"
 MOE, BIASED = (f"{MODEL}.path={{models}}/{name}" for name in ("moe", "biased"))
 QWEN, SMALL = f"{MODEL}.path=Qwen/Qwen3-8B", f"{MODEL}.path=Qwen/Qwen3-30B-A3B"
 CODER, QWEN_27B = f"{MODEL}.path=Qwen/Qwen3-Coder-30B-A3B-Instruct", f"{MODEL}.path=Qwen/Qwen3.5-27B"
-QWEN_7B = f"{MODEL}.path=Qwen/Qwen2.5-7B"
+QWEN_7B, VISION = f"{MODEL}.path=Qwen/Qwen2.5-7B", f"{MODEL}.path=Qwen/Qwen2.5-VL-3B-Instruct"
+TEACHER = "distillation.teacher_models.teacher_model.model_path"
 GPT_OSS, NEMOTRON = f"{MODEL}.path=openai/gpt-oss-20b", f"{MODEL}.path=nowhere/Nemotron_H-8B"
 LORA, MEGATRON_LORA, MERGED = f"{MODEL}.lora_rank=8", f"{MODEL}.lora.rank=8", f"++{MODEL}.lora.merge=true"
 TRAINED = f"{MODEL}.mtp.enable=true"
@@ -61,6 +62,7 @@ V1, KERNEL, RUNNER = "VLLM_USE_V2_MODEL_RUNNER=0", f"{VLLM}.moe_backend", f"{SGL
 FLASHINFER = "VLLM_USE_FLASHINFER_MOE_FP16"
 # Modes and corrections
 ASYNCHRONOUS, SEPARATE = (f"trainer.v1.trainer_mode={mode}_async" for mode in ("colocate", "separate"))
+SAMPLED = "trainer.v1.sampler.max_off_policy"
 WAITING, HYBRID = "trainer.v1.colocate_async.num_warmup_batches", "actor_rollout_ref.hybrid_engine"
 CANARIES = "stability.sync_canary.trajectories"
 CANARY = f"{CANARIES}=8"
@@ -172,7 +174,17 @@ HAZARDS: dict[str, dict[str, list[str | tuple[str, str]]]] = {
         "error": [(f"{SGLANG} {TORCHAO}", FP8), (f"{ROLLOUT}.quantization=int4", FP8)],
     },
     "lengths": {
-        "": [f"{SGLANG} {NO_CHUNKS} {BATCHED}=1", "", f"{BATCHED}=512", NO_CHUNKS],
+        "": [
+            f"{SGLANG} {NO_CHUNKS} {BATCHED}=1",
+            "",
+            f"{BATCHED}=512",
+            NO_CHUNKS,
+            f"{LENGTHS}=1024 {ROLLOUT}.max_model_len=1024",  # its author knows
+            f"{LENGTHS}=1024 +{MODEL}.override_config.max_position_embeddings=2048",
+            f"{QWEN} {LENGTHS}=40448",
+            f"{MODEL}.path=/mine/Qwen/Qwen2.5-Math-7B {LENGTHS}=8192",  # its config.json may have more
+        ],
+        "warning": [f"{LENGTHS}=1024", f"{QWEN} {LENGTHS}=40449", f"{MODEL}.path=Qwen/Qwen2.5-Math-7B {LENGTHS}=8192"],
         "error": [
             (f"{SGLANG} {ROLLOUT}.max_model_len=2048", f"{ROLLOUT}.max_model_len=1024"),
             (f"{NO_CHUNKS} {BATCHED}=512", f"{BATCHED}=1024"),
@@ -204,11 +216,25 @@ HAZARDS: dict[str, dict[str, list[str | tuple[str, str]]]] = {
         "warning": [(f"{MODEL}.path={{models}}/padded", ""), (f"{MODEL}.path={{models}}/short", "")],
     },
     "waiting batches": {
-        "": ["stability=guard", f"{ASYNCHRONOUS} {WAITING}=32 stability=none"],
+        "": [
+            "stability=guard",
+            f"{SAMPLED}_threshold=1",
+            f"{ASYNCHRONOUS} {WAITING}=7 stability=none",
+            f"{ASYNCHRONOUS} {WAITING}=0.5 {SAMPLED}_threshold=1 stability=none",  # no whole batch is generated
+            f"{ASYNCHRONOUS} {SAMPLED}_threshold=1 {SAMPLED}_strategy=wait stability=none",
+        ],
         "ok": [f"{ASYNCHRONOUS} stability=guard"],
         "warning": [
-            (f"{ASYNCHRONOUS} {WAITING}=31.5 stability=guard", "stability.guard.stop_after=42"),
-            (f"{ASYNCHRONOUS} {WAITING}=32 stability=none {SKIP_RULE}", "stability.guard.stop_after=42"),
+            (f"{ASYNCHRONOUS} {WAITING}=31.5 {SAMPLED}_threshold=32 stability=guard", "stability.guard.stop_after=41"),
+            (
+                f"{ASYNCHRONOUS} {WAITING}=32 {SAMPLED}_threshold=33 stability=none {SKIP_RULE}",
+                "stability.guard.stop_after=42",
+            ),
+            (f"{ASYNCHRONOUS} {SAMPLED}_threshold=1 stability=none", f"{SAMPLED}_threshold=2"),
+            (
+                f"{ASYNCHRONOUS} {WAITING}=1.5 data.gen_batch_size=16 stability=none {SAMPLED}_threshold=2",
+                f"{SAMPLED}_threshold=3",
+            ),
         ],
     },
     "training dtype": {
@@ -359,7 +385,11 @@ HAZARDS: dict[str, dict[str, list[str | tuple[str, str]]]] = {
             "+data.apply_chat_template_kwargs.no_such_word_of_verl=1",  # arguments of other code
         ],
         "note": ["+data.no_such_word_of_verl=1 data.custom_cls.path=mine.py"],
-        "warning": ["+trainer.use_legacy_worker_impl=disable", "+data.no_such_word_of_verl.path=1"],
+        "warning": [
+            "+trainer.use_legacy_worker_impl=disable",
+            "+data.no_such_word_of_verl.path=1",
+            "+data.sampler.class_path=a",
+        ],
         "error": [(f"{ROLLOUT}.name=null", f"{ROLLOUT}.name=vllm")],
     },
     "old reward settings": {
@@ -488,8 +518,13 @@ HAZARDS: dict[str, dict[str, list[str | tuple[str, str]]]] = {
             f"{OVERLONG}.enable=False",
             f"{DAPO} {OVERLONG}.len=64 {LIMIT}=512 data.max_response_length=449",
             f"{FSDP}.strategy=fsdp2 {ACTOR}.strategy=fsdp2",
+            f"{ROLLOUT}.trace.backend=weave trainer.use_v1=False",
+            f"{ROLLOUT}.val_kwargs.do_sample=True",  # of this node verl reads it
         ],
         "warning": [
+            f"{ROLLOUT}.trace.backend=weave",  # verl PR 6423
+            "data.reward_fn_key=ability",  # verl PR 6812
+            f"{ROLLOUT}.do_sample=False",
             "actor_rollout_ref.nccl_timeout=1200",  # verl issue 5354 and its likes
             "trainer.balance_batch=False",
             f"{ROLLOUT}.multi_stage_wake_up=True",
@@ -525,6 +560,7 @@ HAZARDS: dict[str, dict[str, list[str | tuple[str, str]]]] = {
             f"{POOL} reward.reward_model.nnodes=1",
             "data.train_batch_size=8 data.gen_batch_size=4",
             GENERATED,  # without filter_groups nothing is filtered
+            f"{MEGATRON} {ACTOR}.megatron.use_dist_checkpointing=true {ACTOR}.megatron.dist_checkpointing_path=/a",
         ],
         "warning": [  # V1 itself warns of it
             f"{GROUPS}=acc {GENERATED}",
@@ -537,6 +573,8 @@ HAZARDS: dict[str, dict[str, list[str | tuple[str, str]]]] = {
                 "",
             ),
             "data.train_batch_size=8 data.gen_batch_size=3",
+            f"{MEGATRON} {ACTOR}.megatron.use_dist_checkpointing=true",  # verl issue 7276
+            f"{MEGATRON} {LAYERS}.calculate_per_token_loss=true {ACTOR}.megatron.use_remove_padding=false",
         ],
     },
     "recomputation": {
@@ -632,9 +670,27 @@ HAZARDS: dict[str, dict[str, list[str | tuple[str, str]]]] = {
             f"{MODEL}.lora.rank=8 {RATE} {MEGATRON}",
             f"{LORA} {RATE} {MOE} ++{MODEL}.lora.merge=true",
             f"{LORA} {RATE} {MOE} {MODEL}.target_modules=[q_proj]",
+            f"{LORA} {RATE} {VISION} {MODEL}.target_modules=[q_proj]",  # its tower has none of this name
+            f"{LORA} {RATE} {VISION} {VLLM}.enable_tower_connector_lora=true",
         ],
-        "warning": [LORA, f"{LORA} {RATE} {MOE}"],
+        "warning": [
+            LORA,
+            f"{LORA} {RATE} {MOE}",
+            (f"{LORA} {RATE} {VISION} {MODEL}.target_modules=[q_proj,up_proj]", f"{MODEL}.exclude_modules=.*vis.*"),
+        ],
         "error": [f"{MODEL}.lora.rank=8 {RATE}", f"{LORA} {RATE} {MEGATRON}", f"{LORA} model_engine=veomni"],
+    },
+    "token ids": {
+        "": [
+            f"critic.model.path=Qwen/Qwen3-8B {QWEN_7B} {ESTIMATOR}=gae",  # one tokenizer
+            f"critic.model.path=meta-llama/Llama-3.1-8B {QWEN_7B}",  # no critic
+            f"critic.model.path=me/ours {QWEN_7B} {ESTIMATOR}=gae",
+        ],
+        "warning": [
+            f"critic.model.path=me/FsfairX-LLaMA3-RM {QWEN_7B} {ESTIMATOR}=gae",  # TRL issue 3595
+            f"distillation.enabled=True {TEACHER}=meta-llama/Llama-3.2-1B {QWEN_7B}",  # TRL PR 4561
+            f"{MODEL}.path={{models}}/fitting critic.model.path={{models}}/other {ESTIMATOR}=gae",
+        ],
     },
     "room for an answer": {
         "": [
