@@ -53,7 +53,9 @@ ROWS = (  # after the reward and the validation
     "guard/skipped",
     "timing_s/step",
 )
+ENOUGH_SEEDS = 5  # fewer find only large differences
 SHARES = ("guard/skipped",)  # of the updates of the whole run, without a noise test
+UNCERTAIN = "not certain"  # counts by itself, and not after the correction for the other comparisons
 SHORT = {"within noise": "noise", TOO_FEW: "too few"}  # verdicts in narrow columns
 LEAST_COLUMN = 13  # columns that a value with its error needs
 VERDICT_STYLES = {"better": "green", "worse": "red", "differs": "yellow"}
@@ -67,11 +69,12 @@ class MetricCell:
         metric: the row's metric.
         final: the final value, of SHARES the mean over the whole run; None if the line lacks the metric. Of several
             seeds, the mean of their final values, and the standard error of that mean.
-        spread: what stands behind the ±: one standard error; of several seeds, one standard deviation between them.
+        spread: what stands behind the ±: one standard deviation between seeds, if any line has several; else, one
+            standard error.
         seeds: number of runs that have the metric.
         difference: the difference to the first line; None for the first, and if one of the two has no final value.
-        verdict: "better", "worse", "differs", "within noise" or "too few readings to tell", after
-            `judge_differences` over the whole table; empty if nothing was compared.
+        verdict: "better", "worse", "differs", "not certain", "within noise" or "too few readings to tell", after the
+            correction of `_judge_rows`; empty if nothing was compared.
     """
 
     metric: Metric
@@ -115,11 +118,17 @@ Row = tuple[Metric, tuple[MetricCell, ...]]  # a cell for every line; the first 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows in the order of the table, and the runs of each line, by its name."""
+    """Rows in the order of the table, and the runs of each line, by its name.
+
+    Attributes:
+        basis: what is compared, to be read before the table.
+        notes: what is odd or open.
+    """
 
     lines: Lines
-    rows: tuple[Row, ...]
-    notes: tuple[str, ...]
+    rows: tuple[Row, ...] = ()
+    basis: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def runs(self) -> dict[str, Run]:
@@ -152,7 +161,7 @@ def compare_runs(
     lines = group_runs(runs, joined, apart)
     if len(lines) < 2:
         raise ReportError(f"a comparison needs two runs or more; given: {len(lines)}")
-    whole = Comparison(lines, (), ())
+    whole = Comparison(lines)
     common = min(int(run.steps[-1]) for run in whole.runs.values())
     if late := [name for name, run in whole.runs.items() if cut and run.steps[0] > common]:
         raise ReportError(
@@ -160,9 +169,10 @@ def compare_runs(
         )
     cut_lines = [[_cut_at(run, common) if cut else run for run in line] for line in lines.values()]
     cut_runs = [run for line in cut_lines for run in line]
+    seeds = any(len(line) > 1 for line in cut_lines)
     rows: list[Row] = []
     for metric in _table_metrics(cut_runs, extra):
-        cells = [_cell(line, metric, window) for line in cut_lines]
+        cells = [_cell(line, metric, window, seeds) for line in cut_lines]
         if any(cell.final for cell in cells):
             rows.append((metric, (cells[0], *(_compare_cell(cells[0], cell) for cell in cells[1:]))))
     judged = _judge_rows(rows)
@@ -170,13 +180,14 @@ def compare_runs(
     for name, run in whole.runs.items():
         if (learning := judge(run.readings).learning).state == "collapsed":
             notes.append(f"{name}: {learning.text}")
-    notes += _comparison_notes(lines, judged, window, common if cut else None, min(len(run.steps) for run in cut_runs))
+    notes += _comparison_notes(lines, judged, min(len(run.steps) for run in cut_runs))
     logged = {name for run in cut_runs for name in run.metrics}
     shown = {metric.name for metric, _ in judged}
     for name in dict.fromkeys(extra):
         if name not in shown:
             notes.append(f"{name} has no finite value in any run{similar_names(name, logged)}")
-    return replace(whole, rows=_in_own_names(judged, cut_runs), notes=tuple(notes))
+    basis = tuple(_basis(lines, window, common if cut else None))
+    return replace(whole, rows=_in_own_names(judged, cut_runs), basis=basis, notes=tuple(notes))
 
 
 def _in_own_names(rows: Sequence[Row], runs: Sequence[Run]) -> tuple[Row, ...]:
@@ -207,7 +218,7 @@ def _cut_at(run: Run, step: int) -> Run:
     return replace(run, steps=run.steps[run.steps <= step], metrics=metrics)
 
 
-def _cell(line: Sequence[Run], metric: Metric, window: int | None) -> MetricCell:
+def _cell(line: Sequence[Run], metric: Metric, window: int | None, seeds: bool) -> MetricCell:
     found = [series for run in line if (series := run.get(metric.name)) is not None]
     if not found:
         return MetricCell(metric)
@@ -216,7 +227,7 @@ def _cell(line: Sequence[Run], metric: Metric, window: int | None) -> MetricCell
         for series in found
     ]
     if len(finals) == 1:
-        return MetricCell(metric, finals[0], spread=finals[0].error)
+        return MetricCell(metric, finals[0], spread=None if seeds else finals[0].error)
     centres = [each.centre for each in finals]
     mean, spread = float(np.mean(centres)), float(np.std(centres, ddof=1))
     windows = [each.steps for each in finals if each.steps]
@@ -244,13 +255,24 @@ def _compare_cell(baseline: MetricCell, cell: MetricCell) -> MetricCell:
 
 
 def _judge_rows(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Judges all comparisons of the table together."""
-    verdicts = iter(judge_differences([cell.difference for _, cells in rows for cell in cells if cell.difference]))
+    """Judges the table's comparisons: of the reward by themselves, and all others together.
+
+    Runs are compared for their reward. Asked beforehand, this question needs no correction for the other metrics, where
+    anything is looked for; the lines that may be better than the first one are corrected for.
+    """
+
+    def differences(of_reward: bool) -> list[Difference]:
+        chosen = (cells for metric, cells in rows if (metric.name == REWARD) == of_reward)
+        return [cell.difference for cells in chosen for cell in cells if cell.difference]
+
+    families = {of_reward: iter(judge_differences(differences(of_reward))) for of_reward in (True, False)}
 
     def judge_cell(cell: MetricCell) -> MetricCell:
         if cell.difference is None:
             return cell
-        verdict: str = next(verdicts)
+        verdict: str = next(families[cell.metric.name == REWARD])
+        if verdict == "within noise" and cell.difference.verdict == "differs":
+            verdict = UNCERTAIN
         if verdict == TOO_FEW and cell.metric.name in SHARES:
             verdict = ""
         if verdict == "differs" and (good := cell.metric.better):
@@ -260,30 +282,44 @@ def _judge_rows(rows: Sequence[Row]) -> tuple[Row, ...]:
     return tuple((metric, tuple(map(judge_cell, cells))) for metric, cells in rows)
 
 
-def _comparison_notes(
-    lines: Lines, rows: Sequence[Row], window: int | None, common: int | None, shortest: int
-) -> Iterator[str]:
-    """Yields notes on the table.
-
-    Args:
-        common: the last step, if all were cut there.
-        shortest: the number of steps of the shortest run.
-    """
+def _basis(lines: Lines, window: int | None, common: int | None) -> Iterator[str]:
+    """Yields what is compared, and what ± means; `common` is the last step, if all were cut there."""
     last = {name: max(int(run.steps[-1]) for run in line) for name, line in lines.items()}
-    several = [name for name, line in lines.items() if len(line) > 1]
     longer = ", ".join(f"{name} (to {step})" for name, step in last.items() if common is not None and step > common)
     if longer:
         yield f"compared at step {common}, the last one that all runs have; later steps left out: {longer}"
     elif len(set(last.values())) > 1:
         yield "the runs end at different steps: " + ", ".join(f"{name} at {step}" for name, step in last.items())
     over = "tenth of the readings (20 to 100)" if window is None else f"{window} steps"
-    yield f"means over the last {over} ± one standard error; changes are against {next(iter(last))}"
-    if several:
-        counted = ", ".join(f"{name} ({len(lines[name])} runs)" for name in several)
-        yield f"± of {counted}: one standard deviation between the runs, which differ only in the seed"
-    compared = sum(cell.difference is not None and cell.difference.p is not None for _, cells in rows for cell in cells)
-    if compared:
-        yield f"beyond the noise: at {100 * LEVEL:.0f} % for all {compared} comparisons of this table together (Holm)"
+    several = {name: len(line) for name, line in lines.items() if len(line) > 1}
+    alike = len(several) == len(lines) and len(set(several.values())) == 1
+    counted = ", ".join(f"{name} ({count} runs)" for name, count in several.items())
+    seeds = f"the {max(several.values())} seeds of each line" if alike else f"the seeds of {counted}"
+    error = f"one standard deviation between {seeds}" if several else "one standard error"
+    yield f'means over the last {over}; ±: {error}; changes are against "{next(iter(lines))}"'
+
+
+def _comparison_notes(lines: Lines, rows: Sequence[Row], shortest: int) -> Iterator[str]:
+    """Yields notes on the verdicts and on the lines; `shortest` is the number of steps of the shortest run."""
+    several = [name for name, line in lines.items() if len(line) > 1]
+    tested = [cell for _, cells in rows for cell in cells if cell.difference and cell.difference.p is not None]
+    if tested:
+        rest = sum(cell.metric.name != REWARD for cell in tested)
+        kinds = {"the reward": len(tested) - rest, "all other metrics together": rest}
+        counted = (
+            f"{of} {f'after correction for {n} comparisons' if n > 1 else 'by itself'}" for of, n in kinds.items() if n
+        )
+        yield f"a difference counts if it is significant at {100 * LEVEL:.0f} %: {', '.join(counted)} (Holm)"
+    if any(cell.verdict == UNCERTAIN for cell in tested):
+        rewards = [
+            f"; reward of {name}: {cell.change}, with a 99 % interval by itself of {cell.interval}"
+            for metric, cells in rows
+            for name, cell in zip(lines, cells, strict=True)
+            if metric.name == REWARD and cell.verdict == UNCERTAIN
+        ]
+        yield f"{UNCERTAIN}: significant by itself, but not after the correction{''.join(rewards)}"
+    if tested and several and (fewest := min(len(lines[name]) for name in several)) < ENOUGH_SEEDS:
+        yield f"with {fewest} seeds, only differences of several standard deviations count; more seeds find smaller"
     few = [cell.final.steps for _, cells in rows for cell in cells if cell.verdict == TOO_FEW and cell.final]
     if few and several:
         yield f"{TOO_FEW}: a setting with several seeds needs at least {FEWEST_EFFECTIVE:.0f}"
@@ -293,7 +329,7 @@ def _comparison_notes(
         yield f"{TOO_FEW}: these windows have too few independent readings; {larger}"
     if next(iter(lines)) not in several and len(several) < len(lines) - 1:
         yield CAVEAT
-    for index, name in enumerate(last):
+    for index, name in enumerate(lines):
         moving = [metric for metric, cells in rows if (end := cells[index].final) and end.drift]
         if titles := [metric.name if metric.label == "validation" else metric.label for metric in moving]:
             yield f"still moving at the end of {name}: {', '.join(titles)}"
@@ -352,6 +388,8 @@ class ComparisonTable:
             table.add_row(title, "")
             for name, cell in zip(names, cells, strict=True):
                 table.add_row(Text(encodable(wrap_name(f"- {name}", label), options)), cell)
+        for line in self.comparison.basis:
+            yield indented(line, options)
         yield table
         for note in self.comparison.notes:
             yield indented(note, options)

@@ -102,13 +102,13 @@ def write_comparison(comparison: Comparison, out: Path, **options: Any) -> Path:
     more = f" and {len(lines) - MOST_TITLE} more" if len(lines) > MOST_TITLE else ""
     context = {
         "title": " / ".join([*lines][:MOST_TITLE]) + more,
-        "about": f"{len(runs)} runs; changes are against {next(iter(lines))}",
+        "about": f'{len(runs)} runs; changes are against "{next(iter(lines))}"',
         "comparison": comparison,
         "tops": tops,
         "sides": sides,
         "looks": line_looks([*lines]),
         "clocks": page_clocks(lines),
-        "notes": [*comparison.notes, *(f"{name}: {note}" for name, run in runs.items() for note in run.notes)],
+        "notes": [f"{name}: {note}" for name, run in runs.items() for note in run.notes],
         "metrics": all_metrics(lines),
     }
     charts = {panel: panel.chart_of_all(lines) for panel in PANELS}

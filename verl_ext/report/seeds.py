@@ -66,9 +66,9 @@ def unique_names(runs: Sequence[Run]) -> list[str]:
         if len(set(names)) == len(names):
             return names
         folders = [folders[depth] for folders in parents]
-        if len(set(folders)) > 1:
-            names = folders if alike else [f"{folder}/{name}" for folder, name in zip(folders, names, strict=True)]
-            alike = False
+        longer = folders if alike else [f"{folder}/{name}" for folder, name in zip(folders, names, strict=True)]
+        if len(set(longer)) > len(set(names)):  # a folder may have the name of its run
+            names, alike = longer, False
     if len(set(names)) == len(names):
         return names
     return [f"{name} ({number})" for number, name in enumerate(names, start=1)]

@@ -80,7 +80,14 @@ def test_the_verdicts_are_of_the_table_not_of_the_row():
     alone = compare_runs([run("a", {"own/x": a}, steps), run("b", {"own/x": b}, steps)], ["own/x"], window=30)
     assert cells(alone, "own/x")[1].verdict == "differs"
     runs = [run("a", {"own/x": a, **extra}, steps), run("b", {"own/x": b, **extra}, steps)]
-    assert cells(compare_runs(runs, ["own/x", *extra], window=30), "own/x")[1].verdict == "within noise"
+    assert cells(compare_runs(runs, ["own/x", *extra], window=30), "own/x")[1].verdict == "not certain"
+    reward = [run(each, {"critic/score/mean": values, **extra}, steps) for each, values in (("a", a), ("b", b))]
+    found = compare_runs(reward, [*extra], window=30)
+    assert cells(found, "critic/score/mean")[1].verdict == "better", "the reward is a question of its own"
+    more = [run(f"more{seed}", {"critic/score/mean": noise(seed, steps=steps)}, steps) for seed in range(60, 90)]
+    found = compare_runs([*reward, *more], window=30)
+    pair = cells(found, "critic/score/mean")
+    assert pair[1].verdict == "not certain" and any(f"reward of b: {pair[1].change}" in note for note in found.notes)
 
 
 def test_rows_come_for_what_any_run_has_and_a_dash_where_one_lacks_it():
@@ -104,11 +111,11 @@ def test_runs_are_cut_at_the_last_step_that_all_have():
     a, b = run("long", {"critic/score/mean": rising}, 400), run("short", {"critic/score/mean": rising[:100]}, 100)
     comparison = compare_runs([a, b])
     assert cells(comparison, "critic/score/mean")[1].verdict == "within noise"
-    assert any("at step 100" in note and "long (to 400)" in note for note in comparison.notes)
+    assert any("at step 100" in line and "long (to 400)" in line for line in comparison.basis)
     assert any("still moving at the end of short: reward" in note for note in comparison.notes)
     ends = compare_runs([a, b], cut=False)
     assert cells(ends, "critic/score/mean")[1].verdict == "worse"
-    assert any("different steps: long at 400, short at 100" in note for note in ends.notes)
+    assert any("different steps: long at 400, short at 100" in line for line in ends.basis)
 
 
 def test_skipped_updates_are_a_share_of_the_run_and_not_tested():
@@ -140,6 +147,7 @@ def test_runs_of_one_name_are_called_after_what_tells_them_apart(tmp_path):
     assert named("a/one", "a/two") == ["one", "two"]
     assert named("a/x", "b/x") == ["a", "b"] and named("a/same/x", "b/same/x") == ["a", "b"]
     assert named("a/x", "b/x", "b/y") == ["a/x", "b/x", "b/y"]
+    assert named("a/x/x", "a/y/y", "b/x/x") == ["a/x", "a/y", "b/x"]
     assert named("a/x", "a/x") == ["x (1)", "x (2)"]
 
 
@@ -218,6 +226,8 @@ def test_lines_of_several_seeds_are_judged_by_the_scatter_between_them(counts, l
         if count > 1:
             assert cell.spread == pytest.approx(0.1 * np.std(np.arange(count), ddof=1), rel=0.05)
             assert f"±{cell.spread:.3f}" in cell.value
+        else:
+            assert ("±" in cell.value) == (counts == (1, 1)), "one meaning in a table"
     assert (CAVEAT in comparison.notes) == (counts == (1, 1))
 
 
