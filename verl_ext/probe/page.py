@@ -16,7 +16,6 @@ from verl_ext.report.figures.charts import (
     PLOT_WIDTH,
     VERMILION,
     chart_data,
-    log_grid,
     value_axis,
 )
 from verl_ext.report.figures.panels import Panel
@@ -113,7 +112,7 @@ def _dots(
     ]
     axis = alt.Axis(labelAngle=-40, labelLimit=140, labelOverlap=False)
     x = alt.X("name:N", title=None, sort=[name for name, *_ in points], axis=axis)
-    y = value_axis(grid=log_grid(np.array([value for _, value, _ in drawn])), unit=unit)
+    y = value_axis(np.array([value for _, value, _ in drawn]), unit=unit)
     tooltip = [alt.Tooltip("name:N", title="at"), alt.Tooltip("value:Q", format=".2e", title=unit)]
     base = alt.Chart(chart_data(values)).encode(x=x, y=y)
     colour = alt.Color("colour:N", scale=None)

@@ -132,7 +132,7 @@ def format_value(value: float, unit: Unit) -> str:
         case "seconds":
             return f"{value:.1f} s"
         case "count":
-            return f"{value:.0f}"
+            return f"{value:,.0f}"
         case _:
             if value == 0 or 0.01 <= abs(value) < 1e5:
                 return f"{value:.3f}"

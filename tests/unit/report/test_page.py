@@ -168,8 +168,7 @@ def test_every_metric_is_found_by_a_search_drawn_when_opened_smoothed_and_saved(
         page.fill("#metrics input[type=search]", "GRAD_norm")
         found = page.locator(f"{names}:not([hidden])")
         assert [one.split("\n")[0] for one in found.all_inner_texts()] == ["actor/grad_norm"]
-        found.locator("summary").first.click()
-        page.wait_for_selector("#metrics .chart[data-drawn]")
+        page.wait_for_selector("#metrics .chart[data-drawn]")  # the only hit is opened
         assert found.locator("> a").get_attribute("download") == "actor_grad_norm.csv"
         page.select_option("#metrics select", "5")
         page.check("#metrics input[type=checkbox]")
@@ -177,6 +176,8 @@ def test_every_metric_is_found_by_a_search_drawn_when_opened_smoothed_and_saved(
         assert page.evaluate("figures['actor/grad_norm'].layer[1].encoding.y.scale.type") == "log"
         link = "document.querySelector('#metrics [data-name] > a').href"
         csv = page.evaluate(f"fetch({link}).then((found) => found.text())")
+        page.fill("#metrics input[type=search]", "nowhere")
+        assert page.locator("#metrics > :visible").all_inner_texts()[-1] == "no metric matches"
         page.fill("#metrics input[type=search]", "")
         assert page.locator(f"{names}:not([hidden])").count() == page.locator(names).count() and errors == []
     series = run.metrics["actor/grad_norm"]
@@ -282,7 +283,6 @@ def test_one_choice_of_the_x_axis_is_for_all_figures_and_metrics(browser, tmp_pa
         assert ends == pytest.approx([run.metrics["timing_s/step"].values.sum() / 60] * len(ends), rel=0.01)
         assert page.evaluate(X, "reward")["title"] == "minutes"
         page.fill("#metrics input[type=search]", "grad_norm")
-        page.locator("#metrics [data-name]:not([hidden]) summary").first.click()
         page.wait_for_selector("#metrics .chart[data-drawn]")
         assert page.evaluate(X, "actor/grad_norm")["field"] == "at" and errors == []
 
@@ -328,7 +328,6 @@ def test_twenty_lines_of_seeds_can_be_switched_off_and_every_metric_is_found(bro
         assert len({str(look) for look in page.evaluate("Object.values(looks)")}) == 20
         assert min(colours for _, colours, _ in drawn(page).values()) > 20
         page.fill("#metrics input[type=search]", "entropy_kept")
-        page.locator("#metrics [data-name]:not([hidden]) summary").first.click()
         page.wait_for_selector("#metrics .chart[data-drawn]")
         name = "correction/entropy_kept"
         assert len({row["number"] for row in page.evaluate(CHOSEN, name)}) == 22

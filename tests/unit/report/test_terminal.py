@@ -186,7 +186,7 @@ def test_the_dashboard_fits_eighty_columns_uncut(encoding):
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
     flat = " ".join(text.split())
     assert all(
-        part in flat for part in ("step 8", "-8.0e-05", "lowest now: layer 17", "mean@1", "5.00 %", "6000", "a note")
+        part in flat for part in ("step 8", "-8.0e-05", "lowest now: layer 17", "mean@1", "5.00 %", "6,000", "a note")
     )
     assert f"{VERDICT.sentence} {VERDICT.first_heading} stability=icepop" in flat
     assert ("█" in text) == (encoding == "utf-8")

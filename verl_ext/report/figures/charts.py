@@ -4,6 +4,7 @@ A figure of some 600 pixels shows no more than MOST_POINTS readings of a line, s
 """
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -87,8 +88,9 @@ VEGA_CONFIG: dict[str, Any] = {
 HOVER_LAYER = "readings"  # the layer that only answers the pointer
 MOST_DOTS = 60  # readings; a longer line is drawn without a dot at each
 MOST_GRID = 6  # steps of a logarithmic axis
+MOST_DECADES = 8  # of a logarithmic axis; lower values, of engines that agree exactly, are drawn at its lower edge
 # A plain number where it is short: 0.5, not 5e-1.
-LOG_LABELS = "datum.value >= 0.001 && datum.value < 10000 ? format(datum.value, '~g') : format(datum.value, '~e')"
+LOG_LABELS = "(datum.value >= 0.001 && datum.value < 10000 ? format(datum.value, ',~g') : format(datum.value, '~e'))"
 LEGEND_LETTERS = 60  # of all labels; a longer legend has two columns
 LARGEST_POWER = 307  # of ten: a double can still hold 5 times it
 MOST_POINTS = 400  # of a line: two for three pixels
@@ -144,10 +146,14 @@ def line_chart(
     """
     if not lines:
         return None
-    positive = np.concatenate([line.series.values[line.series.values > 0] for line in lines]) if log else np.empty(0)
-    grid = log_grid(positive) if positive.size else None
-    shown = [replace(line, series=drawable(line.series, grid is not None)) for line in lines]
-    x, y = step_axis(steps), value_axis(grid=grid, percent=percent, unit=unit, zero=zero, edge=bool(edge))
+    log = log and any((line.series.values > 0).any() for line in lines)
+    shown = [replace(line, series=drawable(line.series, log)) for line in lines]
+    around = [
+        row[end] for each in (*under, *over) for row in each.data.values for end in ("value", "high") if end in row
+    ]
+    heights = np.concatenate([*(line.series.values for line in shown), np.array(around, dtype=np.float64)])
+    spanned = heights[heights > 0] if log else None
+    x, y = step_axis(steps), value_axis(spanned, percent=percent, unit=unit, zero=zero, edge=bool(edge))
     look = line_look("label", {line.label: (line.colour, line.dash) for line in lines})
     # Together, more lines have as many points as a few.
     points, medians = (most * FEW_LINES // max(len(lines), FEW_LINES) for most in (MOST_POINTS, TREND_POINTS))
@@ -167,9 +173,9 @@ def line_chart(
     ]
     coloured = [chart.encode(x=x, y=y, **look) for chart in strokes if chart is not None]
     coloured.append(_hover_layer(shown, readings).encode(x=x, y=y, color=look["color"]))
-    around = [[chart.encode(x=x, y=y) for chart in charts] for charts in (under, over)]
+    behind, above = ([chart.encode(x=x, y=y) for chart in charts] for charts in (under, over))
     marks = [chart.encode(x=x) for chart in edge]
-    chart = alt.layer(*around[0], *coloured, *around[1], *marks).properties(width=PLOT_WIDTH, height=PLOT_HEIGHT)
+    chart = alt.layer(*behind, *coloured, *above, *marks).properties(width=PLOT_WIDTH, height=PLOT_HEIGHT)
     zoom = alt.selection_interval(bind="scales", encodings=["x"], zoom="wheel![event.shiftKey]")
     return chart.add_params(zoom)
 
@@ -219,16 +225,24 @@ def step_axis(steps: tuple[float, float]) -> alt.X:
 
 
 def value_axis(
-    *, grid: list[float] | None = None, percent: bool = False, unit: str = "", zero: bool = False, edge: bool = False
+    positive: np.ndarray | None = None, *, percent: bool = False, unit: str = "", zero: bool = False, edge: bool = False
 ) -> alt.Y:
-    """Returns a linear axis, or a logarithmic one with these grid lines, and with room for marks along the `edge`."""
-    if grid:
+    """Returns a linear axis, or a logarithmic one for these values, and with room for marks along the `edge`."""
+    if positive is not None:
+        low, high = float(positive.min()), float(positive.max())
+        lowest = 10.0 ** (math.floor(math.log10(high)) - MOST_DECADES)
+        labels, cut = LOG_LABELS, low < lowest
+        if cut:
+            low, labels = lowest, f"(datum.value <= {lowest} ? '≤ ' : '') + {LOG_LABELS}"
+        grid = [line for line in log_grid(np.array([low, high])) if line <= high or not cut]  # it would be clamped too
+        if low == high:  # an axis of one height would print all labels on each other
+            low, high = low / 2 or low, min(2 * high, sys.float_info.max)
         scale, axis = (
-            alt.Scale(type="log", nice=False, padding=28 if edge else 14),
-            alt.Axis(labelExpr=LOG_LABELS, values=grid, labelOverlap=True),
+            alt.Scale(type="log", domain=[low, high], clamp=cut, nice=False, padding=28 if edge else 14),
+            alt.Axis(labelExpr=labels, values=grid, labelOverlap=True),
         )
     else:
-        scale, axis = alt.Scale(zero=zero, nice=True), alt.Axis(format=".3~%" if percent else ".6~g")
+        scale, axis = alt.Scale(zero=zero, nice=True), alt.Axis(format=".3~%" if percent else ",.6~g")
     return alt.Y("value:Q", title=unit or None, scale=scale, axis=axis)
 
 
@@ -316,7 +330,7 @@ def _hover_layer(lines: Sequence[Line], rows: alt.InlineData) -> alt.Chart:
     # which has none.
     row = "(datum.datum || datum)"
     named = f"metric: {row}.label, " if any(line.label for line in lines) else ""
-    tooltip = f"{{step: format({row}.step, 'd'), {named}value: format({row}.value, '.4~g')}}"
+    tooltip = f"{{step: format({row}.step, 'd'), {named}value: format({row}.value, ',.4~g')}}"
     shown = alt.condition(nearest, alt.value(1), alt.value(0))
     return (
         alt.Chart(rows)

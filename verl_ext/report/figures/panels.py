@@ -127,7 +127,7 @@ class Panel:
 
     def _say(self, value: float) -> str:
         if not self.percent:
-            return f"{value:.3g}"
+            return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
         return f"{100 * value:.4g} %" if value > NEARLY_ALL else f"{100 * value:.3g} %"
 
 

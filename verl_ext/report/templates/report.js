@@ -162,13 +162,21 @@ function showAllMetrics(section, { runs, metrics }) {
     title.textContent = `${prefix} (${group.children.length})`;
     group.prepend(title);
   }
+  const none = made("p", section, "no metric matches");
+  none.hidden = true;
   search.addEventListener("input", () => {
-    for (const group of groups.values()) {
+    const hits = [];
+    for (const [prefix, group] of groups) {
       const names = [...group.querySelectorAll("[data-name]")];
       for (const one of names) one.hidden = !one.dataset.name.toLowerCase().includes(search.value.toLowerCase());
-      group.hidden = names.every((one) => one.hidden);
+      const found = names.filter((one) => !one.hidden);
+      group.querySelector("summary").textContent = `${prefix} (${found.length})`;
+      group.hidden = !found.length;
       group.open = search.value !== "" && !group.hidden;
+      hits.push(...found);
     }
+    none.hidden = hits.length > 0;
+    if (hits.length === 1) hits[0].open = true;
   });
   for (const control of [mean, log])
     control.addEventListener("change", () => section.querySelectorAll(".chart").forEach(show));
