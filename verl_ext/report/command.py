@@ -3,13 +3,14 @@ not wait for it."""
 
 import argparse
 import json
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_ext.base.arguments import add_command, positive, run_of
+from verl_ext.base.arguments import add_command, positive, run_of, similar_names
 from verl_ext.base.printable import printable
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ examples:
   verl-ext report run.log --json | jq .sentence      the verdict for a script
   verl-ext report tensorboard_log/verl_ext/my_run --out my_report
   verl-ext report RUN --watch                        repeat every 15 s, until Ctrl-C; the page reloads itself
+  verl-ext report RUN --name agent/score=reward      a metric of your own is the reward
 """
 COMPARE = """\
 Compare runs: a table of final values, which marks differences from the first line that exceed the noise, and a page
@@ -72,7 +74,8 @@ class _FormsHelp(argparse.RawDescriptionHelpFormatter):
 
 def add_report_parsers(commands) -> None:
     brief = "explain what happened to a run, why, and what to do; write a page of figures"
-    report = add_command(commands, "report", brief, REPORT, REPORT_EXAMPLES, _FormsHelp)
+    codes = "0, for --watch also after Ctrl-C"
+    report = add_command(commands, "report", brief, REPORT, REPORT_EXAMPLES, _FormsHelp, codes=codes)
     report.add_argument(
         "paths", metavar="RUN", type=Path, nargs="+", help=f"a run, or several logs of one run. A run is {RUN_HELP}"
     )
@@ -133,6 +136,44 @@ def _add_out(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("--out", type=Path, default=Path(default), help="folder for the page (default: %(default)s/)")
     parser.add_argument("--no-page", action="store_true", help="print the text only, write no page")
     parser.add_argument("--pictures", action="store_true", help="write the figures as PNG files too")
+    parser.add_argument(
+        "--name",
+        type=_named,
+        action="append",
+        default=[],
+        dest="names",
+        metavar="OWN=KNOWN",
+        help="the report knows this metric of your own by another name (docs/report.md); may be repeated",
+    )
+
+
+def _named(text: str) -> tuple[str, str]:
+    """Parses OWN=KNOWN; the second is a name that the report reads."""
+    from verl_ext.base.metrics import METRICS
+    from verl_ext.diagnosis.names import is_by_words, quantities, quantity_of
+
+    own, _, known = map(str.strip, text.rpartition("="))
+    if not own:
+        raise argparse.ArgumentTypeError(f"{printable(text)} must have the form OWN=KNOWN")
+    if known not in METRICS and (is_by_words(known) or quantity_of(known) is None):
+        near = similar_names(known, [*METRICS, *(alias.name for each in quantities() for alias in each.aliases)])
+        raise argparse.ArgumentTypeError(f"{printable(known)} is no metric that the report knows{near}")
+    return printable(own), known
+
+
+def _check_out(arguments: argparse.Namespace) -> None:
+    """Raises ReportError if the page could not be written: after the report, an error would be read last."""
+    from verl_ext.report.run import ReportError
+
+    if arguments.no_page:
+        return
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=arguments.out) as file:
+            file.write(b" ")
+    except OSError as error:
+        reason = error.strerror or error
+        raise ReportError(f"cannot write to {arguments.out} ({reason}): choose another --out, or --no-page") from error
 
 
 def run_report(arguments: argparse.Namespace) -> int:
@@ -147,11 +188,12 @@ def run_report(arguments: argparse.Namespace) -> int:
     console = Console()
     if arguments.watch:
         return _watch(arguments, console)
-    run = read_run(arguments.paths[0], arguments.which, arguments.paths[1:])
+    run = read_run(arguments.paths[0], arguments.which, arguments.paths[1:], dict(arguments.names))
     verdict = _judge(run, arguments)
     if arguments.json:
         print(json.dumps(verdict.as_json(run), indent=1))
         return 0
+    _check_out(arguments)
     console.print(Dashboard(run, verdict))
     if not arguments.no_page:
         _write_pages(run, verdict, arguments, console)
@@ -166,7 +208,8 @@ def _watch(arguments: argparse.Namespace, console: "Console") -> int:
     from verl_ext.report.run import ReportError, Run
     from verl_ext.report.terminal import indented
 
-    reader = Reader(arguments.paths[0], which=arguments.which, more=arguments.paths[1:])
+    _check_out(arguments)
+    reader = Reader(arguments.paths[0], which=arguments.which, more=arguments.paths[1:], names=dict(arguments.names))
     tidy = False
     if not arguments.no_page:
         from verl_ext.report.page import is_ours
@@ -255,19 +298,21 @@ def run_compare(arguments: argparse.Namespace) -> int:
     from verl_ext.report.page import write_comparison
     from verl_ext.report.run import ReportError, Run
 
+    names = dict(arguments.names)
     joined: dict[str, list[Run]] = {}
     for name, *paths in arguments.group:
         if not paths:
             raise ReportError(f"--group {name}: name the line, then its runs: --group NAME RUN...")
-        joined.setdefault(printable(name), []).extend(run for path in paths for run in read_runs(Path(path)))
+        joined.setdefault(printable(name), []).extend(run for path in paths for run in read_runs(Path(path), names))
     comparison = compare_runs(
-        [run for path in arguments.paths for run in read_runs(path)],
+        [run for path in arguments.paths for run in read_runs(path, names)],
         extra=[printable(name) for name in arguments.metric],  # the names that were read are printable too
         window=arguments.window,
         cut=not arguments.full,
         joined=joined,
         apart=arguments.apart,
     )
+    _check_out(arguments)
     console = Console()
     console.print(ComparisonTable(comparison))
     if not arguments.no_page:

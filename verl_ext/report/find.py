@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from verl_ext.base.arguments import similar_names
 from verl_ext.base.names import EVENTS, TRAJECTORIES, older_part
 from verl_ext.report.files import is_regular, not_a_file, open_regular
 from verl_ext.report.run import ReportError, listed
@@ -63,7 +64,8 @@ def find_source(path: Path, which: Which) -> RunSource:
         try:
             mode = os.stat(path).st_mode
         except FileNotFoundError:
-            raise ReportError(f"{path}: no such file or folder") from None
+            near = similar_names(path.name, (each.name for each in path.parent.glob("*")))
+            raise ReportError(f"{path}: no such file or folder{near}") from None
         raise not_a_file(path, mode)
     found, refused = _runs(path, depth=0)
     if not found:

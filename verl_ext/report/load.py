@@ -1,5 +1,6 @@
 """Reads a run's metrics and the guard's decisions: once, or repeatedly while it runs."""
 
+import re
 import shutil
 import sys
 import tempfile
@@ -10,15 +11,18 @@ from pathlib import Path
 
 import numpy as np
 
-from verl_ext.base.arguments import run_of
+from verl_ext.base.arguments import run_of, similar_names
 from verl_ext.base.errors import file_error_text
+from verl_ext.base.metrics import find
 from verl_ext.base.names import EVENTS
 from verl_ext.base.printable import printable
-from verl_ext.diagnosis.names import REWARD, by_quantity, combined, quantity_of, unread_names
+from verl_ext.diagnosis.causes import known_causes
+from verl_ext.diagnosis.findings.registry import RULES
+from verl_ext.diagnosis.names import PART, REWARD, TELLING, by_quantity, combined, is_by_words, normal, quantity_of
 from verl_ext.diagnosis.series import Series
 from verl_ext.report.files import fingerprint, is_regular
 from verl_ext.report.find import find_source, join_logs
-from verl_ext.report.run import MOST_MESSAGE, ReportError, Run, listed, own_steps
+from verl_ext.report.run import MOST_MESSAGE, VERLS, ReportError, Run, listed, own_steps
 from verl_ext.report.sources.jsonl import EventReader
 from verl_ext.report.sources.kinds import RunSource
 from verl_ext.report.sources.lines import uncut
@@ -27,7 +31,9 @@ from verl_ext.report.sources.table import Which
 from verl_ext.report.sources.text import TextSource
 
 STANDARD_INPUT = Path("-")
-MOST_NAMES = 6
+MOST_NAMES = 8
+TELLING_TOO = re.compile("stale|truncat|respon|completion|answer")  # in addition to names.TELLING
+CHECKPOINT = re.compile(r"checkpoint-\d+")  # of transformers, in the folder of the run
 OF_PAIRS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected")
 FEWEST_OF_PAIRS = 2
 MOST_PASTE = 4 << 20  # bytes
@@ -42,11 +48,15 @@ class Reader:
             is the Nth run of PATH, and PATH:NAME the one of this name. `-` is the standard input.
         which: the number of the run, counted from 1, or its name, if there are several; the last by default.
         more: further logs of the same run.
+        names: names of the run's own metrics, and the names under which the report knows them.
     """
 
-    def __init__(self, path: Path, *, which: Which = None, more: Sequence[Path] = ()):
+    def __init__(
+        self, path: Path, *, which: Which = None, more: Sequence[Path] = (), names: Mapping[str, str] | None = None
+    ):
         self._paths: Sequence[Path] = (Path(path), *more)
         self._which = which
+        self._names = names or {}
         self._source: RunSource | None = None
         self._events: EventReader | None = None
         self._run: Run | None = None
@@ -146,8 +156,11 @@ class Reader:
             ends = source.events(part)
             decisions, ended_in = (*decisions, *ends), source.trainer() if ends else ""
         events, strange = own_steps(decisions, int(part.steps[-1]), "decision of the guard", "decisions of the guard")
-        name = printable(source.name)
-        metrics = part.metrics | _combined(part.metrics)
+        name = printable(_name_of(source.name, self._files(source)))
+        given = {self._names[own]: series for own, series in part.metrics.items() if own in self._names}
+        metrics = {own: series for own, series in part.metrics.items() if own not in self._names} | given
+        metrics |= _combined(metrics)
+        absent = [own for own in self._names if own not in part.metrics]
         return Run(
             # Several runs of one file may be compared.
             name=name if self._which is None or part.runs == 1 else f"{name}:{part.number}",
@@ -159,6 +172,7 @@ class Reader:
                 *(part.notes + source.notes() + (() if log is None else log.notes())),
                 *strange,
                 *([f"{self._lines} go on in the next line"] if self._cut is not None else []),
+                *(f"--name: the run has no metric {own}{similar_names(own, part.metrics)}" for own in absent),
                 *_notes_on_names(metrics),
             ),
             last=part.number == part.runs,
@@ -166,19 +180,26 @@ class Reader:
         )
 
 
-def read_run(path: Path, which: Which = None, more: Sequence[Path] = ()) -> Run:
+def read_run(path: Path, which: Which = None, more: Sequence[Path] = (), names: Mapping[str, str] | None = None) -> Run:
     """Reads a run as it is on disk now; ReportError, in one line, if there is none."""
-    return Reader(path, which=which, more=more).refresh()
+    return Reader(path, which=which, more=more, names=names).refresh()
 
 
-def read_runs(path: Path) -> list[Run]:
+def read_runs(path: Path, names: Mapping[str, str] | None = None) -> list[Run]:
     """Reads the run of a path, or all runs of a file that has several and no last one."""
     try:
-        return [read_run(path)]
+        return [read_run(path, names=names)]
     except ReportError as error:
         if not error.runs:
             raise
-        return [read_run(path, number) for number in range(1, error.runs + 1)]
+        return [read_run(path, number, names=names) for number in range(1, error.runs + 1)]
+
+
+def _name_of(name: str, files: Sequence[Path]) -> str:
+    """Returns a run's name; it is that of the output folder, if its file is one that every run of a trainer has."""
+    if name != "trainer_state" or not files:
+        return name
+    return next((each.name for each in files[0].resolve().parents if not CHECKPOINT.fullmatch(each.name)), "") or name
 
 
 def _combined(metrics: Mapping[str, Series]) -> dict[str, Series]:
@@ -195,21 +216,31 @@ def _combined(metrics: Mapping[str, Series]) -> dict[str, Series]:
 
 
 def _notes_on_names(metrics: Mapping[str, Series]) -> list[str]:
-    """Returns notes on the reward, if it is taken by its words, and on metrics that the report does not know, and that
-    look as if they mattered."""
-    known = by_quantity(metrics)
-    rewards = known.get(REWARD, {})
+    """Returns notes on the reward, if it is taken by its words, and on metrics that nothing reads, and that look as if
+    they mattered."""
+    found = by_quantity(metrics)
+    rewards = found.get(REWARD, {})
     notes = [f"{name} is taken for the reward, by its words" for name, alias in rewards.items() if alias.by_words]
-    if len(paired := [name for canonical in OF_PAIRS for name in known.get(canonical, ())]) >= FEWEST_OF_PAIRS:
+    if len(paired := [name for canonical in OF_PAIRS for name in found.get(canonical, ())]) >= FEWEST_OF_PAIRS:
         notes.append(
             f"a run on preferred and rejected answers (DPO, KTO), by {', '.join(paired[:FEWEST_OF_PAIRS])}: it has no "
             "rollout and no reward of one. Its gradient is judged, and whether all numbers are finite; not its margins "
             "and log-probabilities"
         )
-    if names := [name for name in unread_names(metrics) if name not in rewards]:
-        unknown = listed(names, MOST_NAMES)
-        remedy = "rename a column to a name of names.toml"
-        notes.append(f"not read, because the report does not know them: {unknown}; {remedy}")
+    of_verl = any(name.startswith(VERLS) for name in metrics)  # `rollout/**` is not verl's in another trainer's run
+    likely = [
+        name
+        for name in metrics
+        if (TELLING.search(normal(name)) or TELLING_TOO.search(normal(name))) and not PART.search(normal(name))
+        if (quantity_of(name) is None or is_by_words(name)) and not (of_verl and find(name))
+    ]
+    if likely:
+        known_causes()  # a package that brings causes brings their findings too
+    read = {name for names in found.values() for name in names if name not in found}
+    read |= {name for rule in RULES.values() for name in rule.needs}
+    if names := [name for name in likely if name not in read]:
+        remedy = "to have one read, add --name OWN=KNOWN; docs/report.md#names-that-the-report-knows lists the known"
+        notes.append(f"not read, because the report does not know them: {listed(names, MOST_NAMES)}; {remedy}")
     return notes
 
 

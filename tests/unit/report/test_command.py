@@ -128,6 +128,31 @@ def test_compare_needs_two_runs_and_takes_any_number(file, capsys):
     assert "both (2 runs)" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_page_that_cannot_be_written_is_told_before_the_report(file, capsys):
+    for words in (["report", str(file)], ["compare", str(file), str(file)]):
+        assert main([*words, "--out", str(file / "page")]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == "" and f"cannot write to {file / 'page'}" in captured.err
+
+
+def test_a_metric_of_ones_own_is_given_a_known_name(tmp_path, capsys):
+    file = write(make({"my/score": [0.1, 0.2, 0.3]}), tmp_path / "mine.jsonl")
+    for command in (["report", str(file)], ["compare", str(file), str(file)]):
+        assert main([*command, "--no-page"]) == 0
+        assert "\n reward " not in capsys.readouterr().out
+        assert main([*command, "--no-page", "--name", "my/score=reward"]) == 0
+        assert "\n reward " in capsys.readouterr().out
+    for wrong, said in (("my/score", "form OWN=KNOWN"), ("my/score=mismatch_lk", "similar: mismatch_kl")):
+        with pytest.raises(SystemExit):
+            main(["report", str(file), "--name", wrong])
+        assert said in one_line(capsys)
+
+
+def test_a_missing_file_gets_the_similar_ones(file, capsys):
+    assert main(["report", str(file.with_name("rnu.jsonl"))]) == 2
+    assert "similar: run.jsonl" in one_line(capsys)
+
+
 def test_compare_names_metrics_that_are_similar_to_an_unknown_one(file, capsys):
     assert main(["compare", str(file), str(file), "--metric", "critic/scor/mean", "--no-page"]) == 0
     said = " ".join(capsys.readouterr().out.split())

@@ -12,6 +12,7 @@ import pytest
 
 from tests.unit.report.made_files import train, values, write
 from verl_ext.cli import main
+from verl_ext.diagnosis.findings.registry import RULES, FindingRule
 from verl_ext.diagnosis.names import aliases_of
 from verl_ext.report.load import Reader, read_run
 from verl_ext.report.run import VALIDATION, ReportError
@@ -757,10 +758,26 @@ def test_the_error_of_the_cell_that_trained_ends_the_run(tmp_path):
     assert read_run(log(tmp_path, json.dumps(alone), "other.ipynb")).events == ()
 
 
-def test_a_metric_that_may_matter_and_is_not_read_is_named(tmp_path):
-    rows = "".join(f'{{"step": {step}, "reward": 0.5, "my_kl": 0.1, "speed": 3}}\n' for step in (1, 2))
-    (note,) = read_run(log(tmp_path, rows, "run.jsonl")).notes
-    assert "my_kl" in note and "speed" not in note and "names.toml" in note
+def test_a_metric_that_may_matter_and_is_not_read_is_named_and_can_be_given_a_known_name(tmp_path, monkeypatch):
+    own = {"my_kl": 0.1, "rollout/truncated_frac": 0.2, "staleness/mean": 4.0, "speed": 3, "time": 9}
+    rows = "".join(json.dumps({"step": step, "reward": 0.5, **own}) + "\n" for step in (1, 2))
+    file = log(tmp_path, rows, "run.jsonl")
+    (note,) = read_run(file).notes
+    assert "them: my_kl, rollout/truncated_frac, staleness/mean; " in note and "--name" in note
+    monkeypatch.setitem(RULES, "mine", FindingRule("mine", "mine", ("staleness/mean",), (), (), lambda run: None))
+    names = {"my_kl": "mismatch_kl", "nothing": "entropy", "rollout/truncated_frac": "answers/cut"}
+    run = read_run(file, names=names)
+    assert run.notes == ("--name: the run has no metric nothing",), "a finding reads the staleness"
+    assert run.get("vllm_kl/k3").values.tolist() == [0.1, 0.1] and run.get("answers/cut") is not None
+    assert "my_kl" not in run.metrics
+
+
+def test_a_run_of_transformers_has_the_name_of_its_output_folder(tmp_path):
+    state = json.dumps({"log_history": [{"step": step, "reward": 0.5} for step in (1, 2)]})
+    for place in (tmp_path / "mine", tmp_path / "mine" / "checkpoint-2"):
+        place.mkdir()
+        (place / "trainer_state.json").write_text(state)
+        assert read_run(place / "trainer_state.json").name == "mine"
 
 
 def test_a_run_on_preferred_answers_is_named_and_its_kl_is_no_drift(tmp_path):
