@@ -73,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
     parser = Parser(
         prog="verl-ext", description="Commands to check, plan, probe, submit and analyse verl runs that use verl_ext."
     )

@@ -63,6 +63,15 @@ def test_a_misspelt_command_or_option_gets_the_similar_one(arguments, near, caps
     assert f"; similar: {near}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "start"), [(["help"], "usage: verl-ext ["), (["help", "plan"], "usage: verl-ext plan")]
+)
+def test_help_may_be_asked_for_as_a_command(words, start, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(words)
+    assert exit.value.code == 0 and capsys.readouterr().out.startswith(start)
+
+
 ARGUMENTS = {"report": ["run"], "compare": ["run", "run"], "submit": ["run", "--run-dir", "/run"], "lab": ["stale"]}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from verl_ext.base.arguments import similar_names
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import (
     ABOVE_0,
@@ -132,7 +133,8 @@ def regimes_named(text: str) -> list[str]:
     for name in names:
         if name not in REGIMES:
             known = ", ".join(["exact", *REGIMES])
-            raise ConfigError(f"the regime {name} is not known; choose one of: {known}, or several joined by +")
+            found = f"the regime {name} is not known; choose one of: {known}, or several joined by +"
+            raise ConfigError(found + similar_names(name, REGIMES))
     return names
 
 

@@ -26,6 +26,7 @@ and the cost of the plugin's features at this size. The command computes from th
 PLAN_EXAMPLES = """\
 example: verl-ext plan --gpu H100 --nodes 2 recipe=qwen3_30b_a3b stability=moe
 """
+PER_TOKEN = ("activations", "logits")  # parts of the update that grow with the tokens of a micro-batch
 NOTHING_ON = "no feature of the plugin is switched on; to see its cost, add the features, such as stability=moe"
 
 
@@ -233,8 +234,14 @@ def fit_lines(sizes: Sizes, memory: Memory) -> list[str]:
     room = sizes.gpu.memory_gib * GIB
     lines = []
     if memory.update.total > room:
-        needs = f"{memory.update.total / GIB:.0f} GiB; its largest part is {memory.update.largest}"
-        lines.append(f"does not fit: the update needs {needs}")
+        largest = memory.update.largest
+        needs = f"{memory.update.total / GIB:.0f} GiB; its largest part is {largest}"
+        fewer = (
+            "fewer tokens at once (a lower ppo_max_token_len_per_gpu)"
+            if largest in PER_TOKEN
+            else "more GPUs (--nodes)"
+        )
+        lines.append(f"does not fit: the update needs {needs}; try {fewer}")
     if memory.rollout.total > room:
         lines.append(
             f"does not fit: the rollout needs {memory.rollout.total / GIB:.0f} GiB; lower "

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_ext.base.arguments import similar_names
 from verl_ext.base.errors import ConfigError, Problem, Problems, UserError, errors_of
 from verl_ext.features.verl_config import ACTOR, ROLLOUT, ROLLOUTS, is_asynchronous, replay_mode
 from verl_ext.launch.gpus import GPUS, DataSheet, named
@@ -260,7 +261,9 @@ def planned_gpu(given: str) -> tuple[str, DataSheet]:
     """
     gpu = named(given)
     if gpu is None or gpu.sheet is None:
-        raise ConfigError(f"--gpu={given} is not known; choose one of: {', '.join(planned_gpus())}")
+        known = planned_gpus()
+        near = similar_names(given.upper(), known)
+        raise ConfigError(f"--gpu={given} is not known; choose one of: {', '.join(known)}{near}")
     return gpu.name, gpu.sheet
 
 
