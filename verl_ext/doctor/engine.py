@@ -12,7 +12,6 @@ from verl_ext.doctor.checks import RUNNER, Context, check, error, note, ok, warn
 from verl_ext.doctor.experts import MOE_BACKEND
 from verl_ext.features.cascade_attention import DISABLED
 from verl_ext.features.verl_config import HYBRID, MODE, MODEL, ROLLOUT, RUNTIME, VLLM_ARGUMENTS
-from verl_ext.launch.models import known_positions
 from verl_ext.upstream.agent_loop import MANAGER
 
 CASCADE = "stability.cascade_attention"
@@ -235,10 +234,9 @@ def attention_factor(context: Context) -> Iterable[Problem]:
 
 
 def _positions(context: Context) -> int | None:
-    """Returns the positions that verl reads: of an override, of config.json, or of the model of this name."""
+    """Returns the positions that verl reads: of an override, or of config.json; None if they are not known."""
     changed = context.get(f"{MODEL}.override_config.max_position_embeddings")
     config = context.model_config
     parts = (config, getattr(config, "text_config", None))
     read = (getattr(part, "max_position_embeddings", None) for part in parts)
-    known = known_positions(str(context.model_path or ""))
-    return next((int(one) for one in (changed, *read, known) if one is not None), None)
+    return next((int(one) for one in (changed, *read) if one is not None), None)

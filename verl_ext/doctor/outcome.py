@@ -21,7 +21,6 @@ from verl_ext.features.verl_config import (
     needs_critic,
     trains_lora,
 )
-from verl_ext.launch.models import tokenizer_of
 from verl_ext.launch.packages import vision_modules
 
 FULL_RATE = 2e-6  # up to here a learning rate is one for all weights; verl's default is 1e-6
@@ -102,9 +101,8 @@ def token_ids(context: Context) -> Iterable[Problem]:
     own = str(context.get(f"{MODEL}.tokenizer_path") or context.model_path or "")
     for setting in readers:
         paths = own, str(context.get(setting, own))
-        files = [json_of_model(path, "tokenizer.json").get("model", {}).get("vocab") for path in dict.fromkeys(paths)]
-        ids = files if all(files) else [*filter(None, map(tokenizer_of, paths))]
-        if len(ids) == 2 and ids[0] != ids[1]:
+        ids = [json_of_model(path, "tokenizer.json").get("model", {}).get("vocab") for path in paths]
+        if all(ids) and ids[0] != ids[1]:
             why = "their tokenizers differ: the actor's token ids mean other tokens in it, or none"
             yield warning(f"{setting}={paths[1]} with {own}", why)
 

@@ -91,8 +91,8 @@ def prepare(arguments: Sequence[str]) -> list[str]:
         if group in OUR_GROUPS and group not in listed:
             arguments[index] = f"+{argument}"
         taken_back = f"~{group}" in arguments[index:]  # Hydra would stop here, before it deletes
-        known = group.lstrip("+") in MAY_LACK or (group.startswith("+") and group.lstrip("+") in added)
-        if known or group.startswith("stability.") or taken_back:
+        is_added = group.lstrip("+") in MAY_LACK or (group.startswith("+") and group.lstrip("+") in added)
+        if is_added or group.startswith("stability.") or taken_back:
             arguments[index] = f"++{argument.lstrip('+')}"
     if "stability" not in listed and not any(argument.startswith("+stability=") for argument in arguments):
         arguments.insert(0, "+stability=none")

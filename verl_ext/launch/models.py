@@ -6,7 +6,6 @@ read. tests/unit/recipes/test_cluster_recipes.py compares the resulting paramete
 are norms and biases, below 0.1 %, and the layers for multi-token prediction, which the recipes do not train.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -286,35 +285,6 @@ UNIFORM = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 MIXED = ("deepseek_v3", "glm4_moe", "gpt_oss", "gemma2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 OF_EXPERTS = ("qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text")
 TEXT_OF = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-
-
-# Names on Hugging Face -> the positions in the model's config.json: QwenLM/Qwen3 issue 1133, Qwen2.5-Math issue 59,
-# published copies. A folder of this name may have another config.json.
-POSITIONS = {
-    r"Qwen/Qwen2\.5-Math-[\d.]+B(-Instruct)?": 4096,
-    r"Qwen/Qwen2\.5-(Coder-)?[\d.]+B-Instruct": 32768,
-    r"Qwen/Qwen3-([\d.]+B|30B-A3B|235B-A22B)": 40960,
-    r"meta-llama/Meta-Llama-3-\d+B(-Instruct)?": 8192,
-}
-# Words in a model's name -> whose tokenizer it has. That of Qwen2 is in Qwen2.5 and Qwen3, with more special tokens.
-TOKENIZERS = {
-    r"qwen-?(2|3(?!\.[56]))": "Qwen2",
-    r"qwen-?3\.[56]": "Qwen3.5",
-    r"llama-?3": "Llama 3",
-    r"gemma-?[123]": "Gemma",
-}
-
-
-def known_positions(path: str) -> int | None:
-    """Returns the positions of a model by its name on Hugging Face; None if they are not known."""
-    return next((most for name, most in POSITIONS.items() if re.fullmatch(name, path)), None)
-
-
-def tokenizer_of(path: str) -> str:
-    """Returns whose tokenizer a model has, by its name; "" if no word of it, or several, say so."""
-    name = path.rstrip("/").rpartition("/")[2].lower()
-    found = {of for words, of in TOKENIZERS.items() if re.search(words, name)}
-    return found.pop() if len(found) == 1 else ""
 
 
 def read_shape(found: Mapping[str, Any]) -> ModelShape | None:

@@ -181,10 +181,9 @@ HAZARDS: dict[str, dict[str, list[str | tuple[str, str]]]] = {
             NO_CHUNKS,
             f"{LENGTHS}=1024 {ROLLOUT}.max_model_len=1024",  # its author knows
             f"{LENGTHS}=1024 +{MODEL}.override_config.max_position_embeddings=2048",
-            f"{QWEN} {LENGTHS}=40448",
-            f"{MODEL}.path=/mine/Qwen/Qwen2.5-Math-7B {LENGTHS}=8192",  # its config.json may have more
+            f"{QWEN} {LENGTHS}=40449",  # no config.json here
         ],
-        "warning": [f"{LENGTHS}=1024", f"{QWEN} {LENGTHS}=40449", f"{MODEL}.path=Qwen/Qwen2.5-Math-7B {LENGTHS}=8192"],
+        "warning": [f"{LENGTHS}=1024"],
         "error": [
             (f"{SGLANG} {ROLLOUT}.max_model_len=2048", f"{ROLLOUT}.max_model_len=1024"),
             (f"{NO_CHUNKS} {BATCHED}=512", f"{BATCHED}=1024"),
@@ -682,13 +681,12 @@ HAZARDS: dict[str, dict[str, list[str | tuple[str, str]]]] = {
     },
     "token ids": {
         "": [
-            f"critic.model.path=Qwen/Qwen3-8B {QWEN_7B} {ESTIMATOR}=gae",  # one tokenizer
-            f"critic.model.path=meta-llama/Llama-3.1-8B {QWEN_7B}",  # no critic
-            f"critic.model.path=me/ours {QWEN_7B} {ESTIMATOR}=gae",
+            f"{MODEL}.path={{models}}/fitting critic.model.path={{models}}/fitting {ESTIMATOR}=gae",
+            f"{MODEL}.path={{models}}/fitting critic.model.path={{models}}/other",  # no critic
+            f"{MODEL}.path={{models}}/fitting critic.model.path=me/ours {ESTIMATOR}=gae",  # no files here
         ],
         "warning": [
-            f"critic.model.path=me/FsfairX-LLaMA3-RM {QWEN_7B} {ESTIMATOR}=gae",  # TRL issue 3595
-            f"distillation.enabled=True {TEACHER}=meta-llama/Llama-3.2-1B {QWEN_7B}",  # TRL PR 4561
+            f"{MODEL}.path={{models}}/fitting distillation.enabled=True {TEACHER}={{models}}/other",
             f"{MODEL}.path={{models}}/fitting critic.model.path={{models}}/other {ESTIMATOR}=gae",
         ],
     },

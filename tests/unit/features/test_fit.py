@@ -176,3 +176,35 @@ def test_no_preset_mends_a_reward_manager_that_would_stop(compose, fit):
 def test_moe_fits_every_launch(fit, launch):
     run, _ = fit(*LAUNCHES[launch], "stability=moe")
     assert Need.MEASURED_BATCHES in run.needs
+
+
+PENALTY = "reward.reward_kwargs.overlong_buffer_cfg"
+NO_KL = f"{ACTOR}.use_kl_loss=False"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "without"),
+    [
+        ("stability=dapo data.max_response_length=1000", [f"{PENALTY}.len=200"]),  # DAPO has 4096 of 20480
+        ("stability=dapo data.max_response_length=8192", []),
+        (f"stability=dapo data.max_response_length=8192 +{PENALTY}.len=512", []),  # both add it: the user's counts
+        (f"stability=deepseek_v32 {NO_KL}", [f"{ACTOR}.kl_loss_type=low_var_kl"]),
+    ],
+)
+def test_a_setting_of_a_preset_gives_way_to_the_launch(fit, overrides, without):
+    run, found = fit(*overrides.split())
+    assert list(found) == without
+    if PENALTY in overrides:
+        assert run.config.reward.reward_kwargs.overlong_buffer_cfg.len == 512
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        f"stability=dapo data.max_response_length=1000 {PENALTY}.len=2000",
+        f"stability=deepseek_v32 {NO_KL} {ACTOR}.kl_loss_type=unbiased",
+    ],
+)
+def test_what_the_user_wrote_of_verls_settings_is_refused(fit, overrides):
+    with pytest.raises(ConfigError):
+        fit(*overrides.split())

@@ -230,7 +230,7 @@ def validation_fell(run: Readings) -> Seen:
     means = {name.rpartition("/")[0] for name in names if "/mean@" in name}
     names = [name for name in names if not (OF_SEVERAL.search(name) and OF_SEVERAL.split(name)[0] in means)]
     scores = {name: series for name in names if len((series := run.need(name)).steps) >= 2}
-    falls, lower, rises = [], [], []
+    found: dict[str, list[tuple[float, str, int | None]]] = {"fell": [], "rose": [], "lower": []}
     for name, series in scores.items():
         values, at = series.values, int(series.values.argmax())
         best, now = float(values[at]), float(values[-2:].mean() if len(values) - at > 2 else values[-1])
@@ -239,12 +239,12 @@ def validation_fell(run: Readings) -> Seen:
         if best - now > least and best > 0:
             peak = int(series.steps[at])
             text = f"{name} was best in step {peak}, at {best:.3g}, and is {now:.3g} now"
-            (falls if len(values) > 2 else lower).append((best - now, text, peak))
+            found["fell" if len(values) > 2 else "lower"].append((best - now, text, peak))
         elif now - values[0] > least and len(values) > 2:
-            rises.append((now - values[0], f"{name} rose from {values[0]:.3g} to {now:.3g}", None))
-    for level, found in (("fell", falls), ("rose", rises), ("lower", lower)):
-        if found:
-            _, text, step = max(found)
+            found["rose"].append((now - values[0], f"{name} rose from {values[0]:.3g} to {now:.3g}", None))
+    for level, scores_moved in found.items():
+        if scores_moved:
+            _, text, step = max(scores_moved, key=lambda each: each[0])
             return level, text, step
     return ("holds", "the validation holds") if scores else None
 
