@@ -319,7 +319,7 @@ def _comparison_notes(lines: Lines, rows: Sequence[Row], shortest: int) -> Itera
         ]
         yield f"{UNCERTAIN}: significant by itself, but not after the correction{''.join(rewards)}"
     if tested and several and (fewest := min(len(lines[name]) for name in several)) < ENOUGH_SEEDS:
-        yield f"with {fewest} seeds, only differences of several standard deviations count; more seeds find smaller"
+        yield f"with {fewest} seeds, only differences of several standard deviations count: more seeds show more"
     few = [cell.final.steps for _, cells in rows for cell in cells if cell.verdict == TOO_FEW and cell.final]
     if few and several:
         yield f"{TOO_FEW}: a setting with several seeds needs at least {FEWEST_EFFECTIVE:.0f}"

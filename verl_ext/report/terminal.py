@@ -290,9 +290,11 @@ def _part_lines(text: str) -> int:
 
 
 def _shortened(text: str, lines: int) -> str:
-    """Returns the text, cut behind a word if it would take more lines."""
-    while _part_lines(text) > lines:
-        text = f"{text.removesuffix(' ...').rpartition(' ')[0]} ..." if " " in text else f"{text[: LINE_WIDTH - 5]} ..."
+    """Returns the text, cut behind a word if it would take more lines, and not within parentheses."""
+    while _part_lines(text) > lines or (text.endswith(" ...") and text.count("(") > text.count(")")):
+        if not (kept := text.removesuffix(" ...").rpartition(" ")[0]):  # a single long word
+            return f"{text[: LINE_WIDTH - 5]} ..."
+        text = f"{kept} ..."
     return text
 
 

@@ -82,7 +82,7 @@ def test_the_cells_of_the_page(tmp_path, monkeypatch):
     text = none._repr_html_()
     assert text.startswith("<pre") and "seed0, step 120: collapsed" in text and "Do this first" in text
     assert "seed0, step 120: collapsed" in repr(none) and "<" not in repr(none)
-    assert "+0.445" in both._repr_html_() and "beyond the noise" in repr(both)
+    assert "+0.445" in both._repr_html_() and "a difference counts" in repr(both)
     assert isinstance(rewards, alt.LayerChart) and isinstance(gap, alt.LayerChart)
     assert {row["label"] for row in rows_of(rewards)} == {"none", "opsm"}
     assert [row["step"] for row in rows_of(gap) if row.get("label") == "k3"][:120] == list(range(1, 121))
