@@ -3,12 +3,11 @@
 The choice follows docs/methods.md, "Which one, when", and the runs of docs/lab.md.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl_ext.base.metrics.ours import GAP, ROUTING
-from verl_ext.diagnosis.causes import CAUSES, Settling
+from verl_ext.diagnosis.causes import CAUSES, Cause, Settling
 from verl_ext.diagnosis.findings.answers import LONGEST
 from verl_ext.diagnosis.findings.guard import age_drives, boundary_of, moves_before, outside_since, staleness_of
 from verl_ext.diagnosis.findings.registry import RULES, notable
@@ -103,44 +102,7 @@ class NextStep:
         return f"{self.why[0].upper()}{self.why[1:]}."
 
 
-# Words of an error -> the setting to lower first there; the last one fits any error.
-MEMORY_STEPS = (
-    (
-        r"(?i)OOM killer|memory monitor|kill|allocate memory|\bMemoryError",
-        NextStep(
-            "data.dataloader_num_workers=2", "needs less memory of the host: each worker holds a copy of the data"
-        ),
-    ),
-    (
-        r"(?i)no available memory|cache blocks|KV cache",
-        NextStep(
-            "actor_rollout_ref.rollout.gpu_memory_utilization=0.7",
-            "leaves room for the KV cache beside the weights; if it has as much, a larger "
-            "rollout.tensor_model_parallel_size splits the weights",
-        ),
-    ),
-    (
-        r"(?i)vllm|sglang|in the (?:rollout|weight sync) by",
-        NextStep("actor_rollout_ref.rollout.gpu_memory_utilization=0.4", "leaves more of the GPU to training"),
-    ),
-    (
-        "in the log-probs by",
-        NextStep(
-            "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true "
-            "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=TOKENS",
-            "bounds the tokens of one pass of the log-probs",
-        ),
-    ),
-    (
-        "",
-        NextStep(
-            "actor_rollout_ref.actor.use_dynamic_bsz=true actor_rollout_ref.actor.ppo_max_token_len_per_gpu=TOKENS",
-            "bounds the tokens of one pass of the update; docs/crashes.md has the settings of the other phases",
-        ),
-    ),
-)
 SEQUENCE = ("prompt_length/max", LONGEST)
-OUT_OF_MEMORY = CAUSES["out_of_memory"]
 COMPARE = NextStep(PROBE, "compares both engines on the same tokens, and shows where they come apart")
 REFERENCE = NextStep("actor_rollout_ref.actor.use_kl_loss=true", "holds the policy near the reference model")
 
@@ -196,6 +158,8 @@ def _all_steps(
         yield NextStep(RESCORING, "measures the engines' part of the gap, without the age of the rollouts")
     elif unknown and asked is not None:
         yield NextStep(asked.setting, f'shows whether it is "{asked.first.title}" or "{asked.second.title}"')
+    ends = (each.cause for each in found.suspects if each.cause.name in ("ended_by_error", "hang"))
+    yield from (_step_for(run, cause) for cause in ends)
     yield from _checks(found)
     if question is not None:
         named = len(found.suspects) > 1 and found.suspects[1].cause == question.second
@@ -210,6 +174,8 @@ def _all_steps(
         step = NextStep(SKIP, "refuses the one batch that would spoil the weights")
         if not is_on(run, step.do):
             yield step
+    if run.end is not None:  # nothing that the run could measure helps against its end
+        return
     if run.get(K3) is None or not is_on(run, METRICS):
         yield NextStep(METRICS, "measures the gap of the engines, by probability and position too")
     if run.get("router/agreement") is None and found.moe:
@@ -257,7 +223,7 @@ def _unrefused(run: Run, found: Judgement, step: NextStep) -> NextStep:
 def _remedies(run: Run, found: Judgement, state: str) -> Iterator[NextStep]:
     """Yields changes of the launch, and commands, that the judgement supports."""
     if found.has("run_ended.memory"):  # whatever else is wrong, the run would end there again
-        yield _lower_memory(run)
+        yield _step_for(run, _out_of_memory(found))
     first = found.first
     gap_matters = found.engines.state in ("apart", "growing") or state == "past the boundary"
     if _drifted(found) and _moved_first(run, found):
@@ -297,15 +263,23 @@ def _of_cause(run: Run, found: Judgement, suspect: Suspect) -> Iterator[NextStep
         yield COMPARE
 
 
-def _lower_memory(run: Run) -> NextStep:
-    """Returns the setting to change first in the place where memory ran out, by the words of the error."""
-    reason = run.readings.ending.reason if run.readings.ending is not None else ""
-    step = next(step for words, step in MEMORY_STEPS if re.search(words, reason))
-    if "TOKENS" not in step.do:
-        return step
-    longest = [float(series.values.max()) for name in SEQUENCE if (series := run.get(name)) is not None]
-    so_far = f" (the longest sequence had {sum(longest):.0f})" if len(longest) == len(SEQUENCE) else ""
-    return NextStep(step.do, f"{step.why}. TOKENS is at least the limits of prompt and response together{so_far}")
+def _out_of_memory(found: Judgement) -> Cause:
+    """Returns the cause of an end without memory, with the check and the settings for the place where it ran out."""
+    return CAUSES["out_of_memory"].seen_with({each.mark for each in found.findings.values()})
+
+
+def _step_for(run: Run, cause: Cause) -> NextStep:
+    """Returns the setting of the run's trainer for a cause, where it is known, else what to look at."""
+    setting = cause.elsewhere.get(run.trainer, "")
+    values = {"LONGER": str(_twice_the_longest(run) or ""), "LOWER": _third_of_the_rate(run)}
+    for word in (word for word in values if word in setting):
+        setting = setting.replace(word, values[word]) if values[word] else ""  # nobody knows what to write there
+    why = f"{cause.title}; first check {cause.check}" if setting else cause.title
+    if "TOKENS" in setting:
+        longest = [float(series.values.max()) for name in SEQUENCE if (series := run.get(name)) is not None]
+        so_far = f" (the longest sequence had {sum(longest):.0f})" if len(longest) == len(SEQUENCE) else ""
+        why += f". TOKENS is at least the limits of prompt and response together{so_far}"
+    return NextStep(setting or f"check {cause.check}", why, in_words=not setting)
 
 
 def _of_gap(run: Run, found: Judgement) -> Iterator[NextStep]:
@@ -403,14 +377,9 @@ def steps_elsewhere(run: Run, found: Judgement) -> Iterator[NextStep]:
     to look at; and the weights to go back to."""
     causes = [suspect.cause for suspect in found.suspects if not suspect.harmless]
     if found.has("run_ended.memory"):  # whatever else is wrong, the run would end there again
-        causes = [OUT_OF_MEMORY, *(cause for cause in causes if cause != OUT_OF_MEMORY)]
-    values = {"LONGER": str(_twice_the_longest(run) or ""), "LOWER": _third_of_the_rate(run)}
-    for cause in causes:
-        setting = cause.elsewhere.get(run.trainer, "")
-        for word in (word for word in values if word in setting):
-            setting = setting.replace(word, values[word]) if values[word] else ""  # nobody knows what to write there
-        checked = f"; first check {cause.check}" if setting else ""
-        yield NextStep(setting or f"check {cause.check}", f"{cause.title}{checked}", in_words=not setting)
+        memory = _out_of_memory(found)
+        causes = [memory, *(cause for cause in causes if cause != memory)]
+    yield from (_step_for(run, cause) for cause in causes)
     yield from _checks(found)
     if not causes and found.engines.state in ("apart", "growing", "broken"):
         both = "compare both engines' log-probabilities of the same tokens at the same weights: dtype, sampling, sync"
@@ -422,7 +391,7 @@ def steps_elsewhere(run: Run, found: Judgement) -> Iterator[NextStep]:
         else:
             back = f"go back to a checkpoint from before step {began}"
             why = "the first sign of the fall is from that step"
-            if values["LOWER"] and any("LOWER" in cause.elsewhere.get(run.trainer, "") for cause in causes):
+            if _third_of_the_rate(run) and any("LOWER" in cause.elsewhere.get(run.trainer, "") for cause in causes):
                 why += "; start from its weights, because a resumed optimizer and schedule bring the old rate back"
             yield NextStep(back, why, in_words=True)
 

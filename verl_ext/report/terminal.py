@@ -244,7 +244,8 @@ class Dashboard:
             yield verdict.first_heading, "bold"
             for line in [first.do] if first.in_words else continued(first.do, width):
                 yield line, "bold"
-            yield first.sentence, ""
+            if reason := verdict.reason_of(first):
+                yield reason, ""
         if verdict.others:
             yield "", ""
             yield f"{verdict.others_heading}:", "bold"
@@ -263,7 +264,7 @@ def _cause_lines(label: str, suspect: Suspect, verdict: RunVerdict) -> Iterator[
     """Yields a cause in at most MOST_CAUSE_LINES lines: its title, as much of the evidence for and against it as there
     are lines left, and the one thing to check. The page has all of it."""
     title = f"{label}: {suspect.cause.title}"
-    check = "" if suspect.harmless else f"check: {suspect.cause.check}"
+    check = f"check: {said}" if (said := verdict.check_of(suspect)) else ""
     said = verdict.sentence.lower()
     shared = (
         {sign.finding.name for sign in verdict.suspects[0].evidence} if suspect is not verdict.suspects[0] else set()
@@ -343,7 +344,7 @@ def notes(run: Run, advised: Collection[str] = ()) -> Iterator[str]:
         yield f"{more} more scores of validation sets"
     yield from not_finite(run)
     yield from run.all_notes()
-    for metric, what, override in REMEDIES if run.of_verl else ():
+    for metric, what, override in REMEDIES if run.of_verl and run.metrics else ():
         experts = metric.startswith(ROUTER) and not is_moe(run.readings)  # a dense model has none
         if run.get(metric) is None and override not in advised and not experts:
             yield f"not logged: {what}; add {override}"

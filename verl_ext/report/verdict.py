@@ -142,6 +142,15 @@ class RunVerdict:
         """Returns True if the state of the learning says the same in the sentence."""
         return finding in RULES and f"learning.{self.learning.state}" in RULES[finding].subsumed_by
 
+    def check_of(self, suspect: Suspect) -> str:
+        """Returns the one thing to look at for a suspect; "" if it is harmless, or if a step says the same."""
+        said = suspect.harmless or any(f"check {suspect.cause.check}" in f"{step.do} {step.why}" for step in self.steps)
+        return "" if said else suspect.cause.check
+
+    def reason_of(self, step: NextStep) -> str:
+        """Returns why a step is worth doing, as a sentence; "" if that is the title of a suspect."""
+        return "" if step.why in (suspect.cause.title for suspect in self.suspects) else step.sentence
+
     def labelled(self) -> Iterator[tuple[str, Suspect]]:
         """Yields each suspect with the report's label for it.
 

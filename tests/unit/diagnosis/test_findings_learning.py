@@ -188,6 +188,23 @@ ENDINGS = [
     ("run_ended.hang", "ended by ray.exceptions.GetTimeoutError: Get timed out"),
     ("run_ended.not_finite", "ended by RuntimeError: found NaN in local grad norm for bucket #0"),
     ("run_ended.not_finite", "ended by RuntimeError: probability tensor contains either `inf`, `nan` or element < 0"),
+    ("run_ended.disk", "ended by OSError: [Errno 28] No space left on device"),
+    ("run_ended.environment", "ended by ImportError: x.so: undefined symbol: y"),
+    ("run_ended.index", "ended by x.cu:1: indexSelectLargeIndex: block: [259,0,0] Assertion `srcIndex < n` failed."),
+    ("run_ended.refused", "ended in the weight sync by RuntimeError: size mismatch for lm_head.weight"),
+    ("run_ended.refused", "ended before its first step by TypeError: got an argument"),
+    ("ended_in.host", "ended in the log-probs by Ray's memory monitor"),
+    ("ended_in.host", "ended by a kill (SIGKILL)"),
+    ("ended_in.cache", "ended in the rollout by ValueError: No available memory for the cache blocks"),
+    ("ended_in.scheduler", "ended by Slurm's time limit"),
+    ("ended_in.sync", "ended in the weight sync by KeyError: 'a'"),
+    ("ended_in.checkpoint", "ended in a checkpoint by KeyError: 'a'"),
+    ("ended_in.log_probs", "ended in the log-probs by KeyError: 'a'"),
+    ("ended_in.update", "ended at step 7 in the update by KeyError: 'a'"),
+    ("ended_in.critic", "ended in the critic's update by KeyError: 'a'"),
+    ("ended_in.reward", "ended before its first step in the reward by KeyError: 'a'"),
+    ("ended_in.rollout", "ended by RuntimeError: vLLM's engine is dead"),
+    ("ended_in.start", "ended before its first step by RuntimeError: server launch failed"),
 ]
 
 

@@ -389,8 +389,8 @@ ENDS = {
     "exception occurred:\n\nTraceback (most recent call last):\nRuntimeError: second\n": "'first'",
     "Traceback (most recent call last):\nray.exceptions.RayTaskError(KeyError): ray::run()\n  File 'x'\n"
     "KeyError: 'inner'\n": "KeyError: 'inner'",
-    "Traceback (most recent call last):\nRuntimeError: [enforce fail] . unexpected pos 7 vs 5\n": "a full disk",
-    "Traceback (most recent call last):\nOSError: [Errno 28] No space left on device\n": "a full disk",
+    "Traceback (most recent call last):\nRuntimeError: [enforce fail] . unexpected pos 7 vs 5\n": "unexpected pos",
+    "Traceback (most recent call last):\nOSError: [Errno 28] No space left on device\n": "No space left",
     "run.sh: line 107: 834172 Aborted                 (core dumped) python3 x\n": "an abort",
     "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA error: bad\n": "CUDA error: bad",
     "    exitcode  : -6 (pid: 7)\n": "SIGABRT",
@@ -439,6 +439,25 @@ ENDS = {
     "(main pid=3)   File \"base.py\", line 9, in func\n": "in the rollout by torch.OutOf",
     "torch.OutOfMemoryError: CUDA out of memory. Tried\nwhile running Actor's function sync_model_to_rollout: "
     "exception is X\n": "in the weight sync by torch.OutOf",
+    "(raylet) node_manager.cc:3069: 1 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed\n"
+    "Traceback (most recent call last):\n  File \"x.py\", line 3, in go\n" + "    here(\n" * 9:
+    "by Ray's memory monitor",
+    "(raylet) A worker died or was killed while executing a task by an unexpected system error.\n"
+    + "Traceback (most recent call last):\n  File \"x.py\", line 3, in go\n" + "    here(\n" * 9:
+    "by a worker of Ray that died or was killed without a word, before a traceback whose last line is missing, in x.py",
+    "the server failed to bind its port\nTraceback (most recent call last):\n  File \"x.py\", line 3, in go\n":
+    "by the server failed to bind its port, before a traceback",
+    "INFO: 2 requests failed\nTraceback (most recent call last):\n  File \"x.py\", line 3, in go\n": "by a traceback",
+    "/aten/Indexing.cu:1: indexSelect: block: [2,0,0], thread: [3,0,0] Assertion `a < b` failed.\n" + "more\n" * 9:
+    "by /aten",
+    "Generating:  2%|# | 3/18 [8:3<1:4, 41.1s/it]Traceback (most recent call last):\n  File \"x.py\", line 3, in get\n"
+    "_queue.Empty\n\nDuring handling of the above exception, another exception occurred:\n\n"
+    "Traceback (most recent call last):\nRuntimeError: no results.\n": "in the rollout by RuntimeError: no results, af",
+    "RuntimeError: Failed to import x because of the following error:\n/x.so: undefined symbol: y\n": "error: /x.so: u",
+    "(LLMRayActor pid=3) CUDA Error: out of memory\n": "in the rollout by CUDA",
+    "INFO:  1.2.3.4 - \"POST /update_named_param/ HTTP/1.1\" 200 OK\nKeyError: 'a'\n": "in the weight sync by KeyError",
+    "已杀死\n": "a kill (SIGKILL)",
+    "x.sh: Zeile 3: 47 Speicherzugriffsfehler\nSpeicherzugriffsfehler\n": "a segmentation fault",
     "torch.OutOfMemoryError: CUDA out of memory. Tried\n[rank0]: Traceback (most recent call last):\n"
     "[rank0]:   File \"t.py\", line 3, in training_step\n": "in the update by torch.OutOf",
 }  # fmt: skip
@@ -921,6 +940,7 @@ def test_a_run_that_died_before_its_first_step_is_reported(tmp_path):
         ),
         ("INFO: Epoch 2/5 step 2/12 (global step 14) finishes.\n", " at about step 14 of 60 by "),
         ("Loading the weights\nIteration: 44\n", "ended by "),  # whatever its rows are
+        ("Loading the weights\nTotal training steps: 29\n", " before its first step by "),
         ("the traceback alone\n", "ended by "),
     ],
 )
@@ -956,7 +976,15 @@ def test_text_with_commas_is_a_table_only_if_two_lines_have_as_many(tmp_path, te
 @pytest.mark.parametrize(
     ("behind", "noted"),
     [
-        ("Training Progress:   3%|  | 3/100 [0:9<9:9, 3.0s/it]\n", "ends at step 3 of 100, and without an error"),
+        (
+            "Training Progress:   3%|  | 3/100 [0:9<9:9, 3.0s/it]\n",
+            "ends at step 3 of 100, and without an error; if it",
+        ),
+        (
+            "Train:   3%|  | 3/100 [0:9<9:9, 3.0s/it]\nINFO 10-10 17:06:36 [pool.py:2] reset prefix cache\n",
+            "without an error (in the rollout)",
+        ),
+        ("Early stopping at step 3\n", "finished"),
         ("Epoch 1/9 step 3/12 (global step 3) finishes.\n", "ends at step 3 of 108"),
         ("Training Progress: 100%|##| 3/3 [0:9<0:0, 3.0s/it]\n", "finished"),
         ("{'train_runtime': 4037.1, 'train_samples_per_second': 0.074}\nDone!\n", "finished"),

@@ -97,6 +97,7 @@ ON_GPU = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB
         (f"{ON_GPU} for the KV cache", {}, "gpu_memory_utilization"),
         ("MemoryError: Unable to allocate memory for the data", {}, "dataloader_num_workers"),
         ("ray.exceptions.OutOfMemoryError: killed due to the node running low on memory", {}, "dataloader_num_workers"),
+        (f"{ON_GPU} in the log-probs", {}, "ppo_max_token_len_per_gpu"),  # the words alone
         (ON_GPU, {"response_length/clip_ratio": 0.97}, "ppo_max_token_len_per_gpu"),  # and most answers are cut
     ],
 )
@@ -112,13 +113,26 @@ def test_where_memory_ran_out_is_mended_first(tmp_path, error, metrics, advised)
 
 def test_another_trainers_run_out_of_memory_is_told_its_own_setting(tmp_path):
     log = tmp_path / "run.log"
-    rows = (
+    rows = [
         f"{{'loss': 0.1, 'reward': 0.05, 'reward_std': 0.1, 'clip_ratio': 0.0, 'epoch': 0.{step}}}\n"
         for step in range(9)
-    )
+    ]
     log.write_text("".join(rows) + ENDED.format(ON_GPU))
     verdict = judge_run(read_run(log))
     assert verdict.first is not None and verdict.first.do == "per_device_train_batch_size=1"
+    log.write_text("".join(rows) + ENDED.format(f"{ON_GPU} for the KV cache"))
+    verdict = judge_run(read_run(log))
+    assert verdict.first is not None and verdict.first.do == "vllm_gpu_memory_utilization=0.7"
+
+
+@pytest.mark.parametrize("rows", ["", "step:1 - critic/rewards/mean:0.1 - actor/lr:1e-6\n" * 9])
+def test_a_run_that_an_error_ended_is_told_what_to_check_and_to_measure_nothing(tmp_path, rows):
+    log = tmp_path / "run.log"
+    frame = 'Traceback (most recent call last):\n  File "/site-packages/verl/t.py", line 3, in save_checkpoint\n'
+    log.write_text(rows + frame + "OSError: [Errno 28] No space left on device\n")
+    verdict = judge_run(read_run(log))
+    assert [step.do[:26] for step in verdict.steps] == ["check free space, inodes a"]
+    assert not verdict.check_of(verdict.suspects[0]) and not verdict.reason_of(verdict.steps[0])
 
 
 def test_a_restart_with_settings_of_the_plugin_names_its_module():

@@ -51,7 +51,8 @@ class Cause:
         explains: levels of findings, as `finding.level`, that follow from it: if it has LEAST points, they are no
             evidence for other causes.
         alike: causes that no finding can separate from it.
-        elsewhere: trainer, as in names.toml -> its own setting to try.
+        elsewhere: trainer, as in names.toml -> its own setting to try; or level of a finding, as `finding.level` -> the
+            settings of trainers to try instead if it is seen.
         check_if: level of a finding, as `finding.level` -> what to look at instead of `check` if it is seen.
         shows: finding -> level -> a word of WORDS.
     """
@@ -69,7 +70,7 @@ class Cause:
     only_with: tuple[str, ...] = ()
     explains: tuple[str, ...] = ()
     alike: tuple[str, ...] = ()
-    elsewhere: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
+    elsewhere: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), compare=False)
     check_if: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
     shows: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: MappingProxyType({}), compare=False)
 
@@ -92,9 +93,10 @@ class Cause:
         return f"check {self.check}" + (f"; try {override}" if override else "")
 
     def seen_with(self, marks: Collection[str]) -> "Cause":
-        """Returns the cause with the check for these levels of findings."""
+        """Returns the cause with the check and the settings for these levels of findings."""
         check = next((check for mark, check in self.check_if.items() if mark in marks), self.check)
-        return replace(self, check=check) if check != self.check else self
+        settings = next((settings for mark, settings in self.elsewhere.items() if mark in marks), self.elsewhere)
+        return replace(self, check=check, elsewhere=settings)
 
     def points(self, finding: str, level: str) -> float:
         """Returns the points of a level for this cause; 0 for a level that the cause does not list."""
@@ -128,7 +130,7 @@ def read_cause(file: Path) -> Cause:
 def _cause_of(name: str, entry: dict[str, Any]) -> Cause:
     shows, texts = entry.pop("shows", {}), {key: entry.pop(key, {}) for key in ("elsewhere", "check_if")}
     for key, table in texts.items():
-        if not isinstance(table, dict) or not all(isinstance(each, str) for each in table.values()):
+        if not _is_of_texts(table, by_mark=key == "elsewhere"):
             raise CauseError(f"{key} must be a table of texts")
     given = dict(_field(key, value) for key, value in entry.items())
     for key in ("title", "about", "check"):
@@ -139,13 +141,24 @@ def _cause_of(name: str, entry: dict[str, Any]) -> Cause:
     if cause.about not in SUBJECTS:
         raise CauseError(f"about is {cause.about!r}; it must be one of {', '.join(SUBJECTS)}")
     known_marks = {f"{rule.name}.{level}" for rule in RULES.values() for level in rule.levels}
-    marked = {"only_with": cause.only_with, "explains": cause.explains, "check_if": tuple(cause.check_if)}
+    marked = {
+        "only_with": cause.only_with,
+        "explains": cause.explains,
+        "check_if": tuple(cause.check_if),
+        "elsewhere": tuple(mark for mark, each in cause.elsewhere.items() if not isinstance(each, str)),
+    }
     for key, marks in marked.items():
         if strange := [mark for mark in marks if mark not in known_marks]:
             raise CauseError(f"{key} lists {strange[0]}, which is no finding.level")
     if _most_points(cause) < LEAST:
         raise CauseError(f"no findings give this cause {LEAST:g} points, so it can never be named")
     return cause
+
+
+def _is_of_texts(table: Any, *, by_mark: bool) -> bool:
+    return isinstance(table, dict) and all(
+        isinstance(each, str) or (by_mark and _is_of_texts(each, by_mark=False)) for each in table.values()
+    )
 
 
 def _field(key: str, value: Any) -> tuple[str, Any]:

@@ -1,6 +1,7 @@
 """Findings about NaN and infinite numbers, about missing log-probabilities, corrections, and the end of the run."""
 
 import re
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -18,30 +19,42 @@ TRAINING = (*UPDATE, ENTROPY, REFERENCE, "actor/ppo_kl", *CRITIC)
 GAP = (K3, K1, LOG_RATIO, PROB_DIFF)
 FILLED = "vllm_kl/filled"
 OFTEN = 0.5  # share of the last readings that are not finite in a metric that is lost, and of all since then
-MEMORY = re.compile(
-    r"(?i)out ?of ?memory|\bOOM\b|cannot allocate memory|can't allocate memory|MemoryError|memory monitor"
-    r"|no available memory"
-)
-# A collective, a store or a call of Ray that waits for another process; a time limit of one's own code is an error.
-HANG = re.compile(
-    r"(?i)(?=.*(?:tim(?:ed|e) ?-?out|deadlock))"
-    r"(?=.*(?:nccl|gloo|hccl|c10d|watchdog|collective|store|barrier|\bray\.get\b|get ?time))"
-)
-# How a run ended -> words that tell it, the first that fit.
+# How a run ended -> words of report/sources/ends.py, or of an error, that tell it; the first that fit. A cause has the
+# check of each kind (`check_if`).
 KINDS = {
-    "user": re.compile(r"its user|a cancelled Slurm job"),  # report/sources/ends.py
-    "memory": MEMORY,
-    "hang": HANG,
+    "user": r"its user|a cancelled Slurm job",
+    "memory": r"out ?of ?memory|\bOOM\b|(?:cannot|can't) allocate memory|MemoryError|memory monitor|no available memory"
+    r"|lack of memory|limit of v?mem|memlimit",
+    # a collective, a store or a call of Ray that waits for another process; a time limit of one's own code is an error
+    "hang": r"(?=.*(?:tim(?:ed|e) ?-?out|deadlock))"
+    r"(?=.*(?:nccl|gloo|hccl|c10d|watchdog|collective|store|barrier|\bray\.get\b|get ?time))",
     # what PyTorch, Megatron and samplers say of a number that they refuse
-    "not_finite": re.compile(r"(?i)(?=.*\b(?:nan|inf)\b)(?=.*(?:grad|loss|logits|prob|norm))"),
-    "connection": re.compile(
-        r"(?i)a broken connection|connection (?:was |is )?(?:reset|refused|closed|aborted)|connect(?:ion)?error"
-        r"|unhandled system error|remote (?:process exited|error)|network is unreachable|no route to host"
-    ),
-    "late": re.compile(
-        r"(?i)(?=.*(?:time(?:d ?|-)?out|deadline exceeded))"
-        r"(?=.*(?:request|response|read ?time|http|generat|rollout|tool|grader|sandbox|reward))"
-    ),
+    "not_finite": r"(?=.*\b(?:nan|inf)\b)(?=.*(?:grad|loss|logits|prob|norm))",
+    "connection": r"a broken connection|connection (?:was |is )?(?:reset|refused|closed|aborted)|connect(?:ion)?error"
+    r"|unhandled system error|remote (?:process exited|error)|network is unreachable|no route to host",
+    "late": r"(?=.*(?:time(?:d ?|-)?out|deadline exceeded))"
+    r"(?=.*(?:request|response|read ?time|http|generat|rollout|tool|grader|sandbox|reward))",
+    "disk": r"no space left|quota exceeded|unexpected pos \d+ vs|file write failed|lack of ephemeral-storage",
+    "environment": r"\b(?:Import|ModuleNotFound)Error|failed to import|undefined symbol|no kernel image|GLIBC"
+    r"|cannot open shared object|driver version is insufficient",
+    "index": r"device-side assert|index\w*: block: |srcIndex|index out of (?:bounds|range in self)",
+    # of a config, a shape or an argument
+    "refused": r".* before its first step.* by \S*\b(?:Type|Key|Value|Attribute|Assertion|NotImplemented|Index)Error"
+    r"|.*(?:size mismatch|unexpected keyword|no module or parameter named|Config\w*Error|NotImplementedError)",
+}
+# Where it ended -> words of the same, the first that fit; in a phase of the step, as report/sources/ends.py names it.
+PLACES = {
+    "host": r"OOM.?kill|memory monitor|\bkilled\b|a kill \(|allocate memory|\bMemoryError|lack of memory|\bdied\b",
+    "cache": r"no available memory|cache blocks|KV cache",
+    "scheduler": r"Slurm|PBS|LSF|Kubernetes|SIGTERM",
+    "sync": " in the weight sync by ",
+    "checkpoint": " in a checkpoint by ",
+    "log_probs": " in the log-probs by ",
+    "update": " in the update by ",
+    "critic": " in the critic's update by ",
+    "reward": " in the reward by ",
+    "rollout": r" in the rollout by |vllm|sglang",
+    "start": " before its first step",
 }
 MEMORY_USED = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb", "perf/cpu_memory_used_gb")
 MEMORY_GREW = 0.1  # share of the memory in use at the end
@@ -136,15 +149,30 @@ def correction_on(run: Readings) -> Seen:
     return None
 
 
-@finding("run_ended", "| memory hang not_finite connection late user error")
+@finding("run_ended", f"| {' '.join(KINDS)} error")
 def run_ended(run: Readings) -> Seen:
     """An error ended the run: no memory left, a collective that timed out, a number that is none, a connection that
-    broke, a request that took too long, or another one; or its user stopped it."""
+    broke, a request that took too long, a full disk, an import or a driver, an index out of range on the GPU, a config
+    or a shape that was refused, or another one; or its user stopped it."""
     if run.ending is None:
         return None
-    said = run.ending.reason.partition(" by ")[2] or run.ending.reason  # without the phase of the step
-    level = next((kind for kind, words in KINDS.items() if words.search(said)), "error")
+    reason = run.ending.reason
+    said = "" if PLACES["start"] in reason else reason.partition(" by ")[2]  # without the phase of the step
+    level = _first_of(KINDS, said or reason) or "error"
     return level, f"the run {run.ending.reason.rstrip('.')}", run.ending.step
+
+
+@finding("ended_in", f"| {' '.join(PLACES)}", subsumed_by=("run_ended",))
+def ended_in(run: Readings) -> Seen:
+    """The phase of the step, or the part of the machine, in which an error ended the run."""
+    if run.ending is None or not (place := _first_of(PLACES, run.ending.reason)):
+        return None
+    return place, f"the run {run.ending.reason.rstrip('.')}", run.ending.step
+
+
+def _first_of(table: Mapping[str, str], text: str) -> str:
+    """Returns the first entry whose words are in a text; "" if none is."""
+    return next((name for name, words in table.items() if re.search(f"(?i){words}", text)), "")
 
 
 @finding(

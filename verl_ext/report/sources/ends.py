@@ -3,12 +3,12 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from verl_ext.base.printable import printable
 from verl_ext.guard.state import Event
 from verl_ext.report.run import ENDED
-from verl_ext.report.sources.lines import bars_in, front_before, plain, split_front
+from verl_ext.report.sources.lines import bars_in, front_before, plain, printed, split_front
 from verl_ext.report.sources.numbers import SUMMARY, step_counts
 
 ERROR_CHARACTERS = 200  # characters of the error
@@ -17,15 +17,21 @@ REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
 TRACEBACK = "Traceback (most recent call last)"
 LONGEST = 4000  # bytes of a line that are looked at
 NEAR_LINES = 6  # lines at the end of a text, where an error without a traceback counts too
+LINES_ABOVE = 20  # lines above a traceback that may tell its root
+# What bash prints in other languages -> the number of its signal.
+TRANSLATED = {"已杀死": 9, "已终止": 15, "已中止": 6, "段错误": 11, "Getötet": 9, "Speicherzugriffsfehler": 11}
+TRANSLATED |= {"Processus arrêté": 9, "Erreur de segmentation": 11, "Violación de segmento": 11, "強制終了": 9}
 # What a line must have to be looked at; bytes, because most lines of a log have none of it.
 SIGNS = re.compile(
     rb"Traceback|Error|Exception|Interrupt|[Kk]illed|KILL|CANCELLED|oom|OOM|fault|Bus error|[Ee]xit|Watchdog|Abort|SIG"
+    + b"".join(b"|" + word.encode() for word in TRANSLATED)
+    + rb"|arly stopp|raining (?:complete|done)"
     rb"|Terminated|Signal|what\(\):|TERM_|evicted|Evicted|low on|Illegal instr|inal validation|it/s|s/it"
     rb"|File \"|atal error|method '|Assertion|watchdog|c10d|NCCL WARN|TCPStore|ibv|mlx5|ProcessGroup"
 )
 EXCEPTION = re.compile(
     r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b(?:\([\w., ]*\))?(?:: .*|$)"
-    r"|asyncio\.exceptions\.CancelledError|.*\bCUDA [Ee]rror: out of memory|.*cuda_kernel.*Assertion .* failed"
+    r"|asyncio\.exceptions\.CancelledError|.*\bCUDA [Ee]rror: out of memory|.*: block: \[.*Assertion .* failed"
 )
 # The last line of a traceback may have another name: one with a module, or with another end.
 RAISED = re.compile(
@@ -38,6 +44,9 @@ ANNOUNCED = re.compile(
     r".*\b(?:encountered a fatal error|[Ff]atal error in \w+|method '\w+' failed"
     r"|(?:failed|error)\b.{0,300}\b[A-Z]\w*(?:Error|Exception): )"
 )
+# A line that may report the root of an error below it, and one that reports less.
+FAILURE = re.compile(r"\b(?:died|killed|crashed|failed)\b|\w(?:Error|Exception): ")
+HARMLESS = re.compile(r"\b(?:INFO|DEBUG|WARN\w*)\b|\w*Warning\b|(?i:retry|fall\w* ?back)|Error executing job")
 OUTSIDE, OWN, STUCK, FOLLOWS = 3, 2, 1, 0  # ranks: an earlier one is the root of a later one
 # The names that shell, Slurm, Python and OpenMPI give to the signals that end a process, and their numbers.
 SIGNALS = {
@@ -49,12 +58,13 @@ SIGNALS = {
     "Terminated": ("a termination (SIGTERM)", 15),
     "SIGINT": ("its user (SIGINT)", 2),
 }
-NAMED = "|".join(SIGNALS)
+NAMED = "|".join((*SIGNALS, *TRANSLATED))
 SIGNAL = re.compile(
     rf"(?:^|line \d+: +\d+ |task [\d,-]+: |Fatal Python error: |Signal: )({NAMED})"
-    r"(?:\s*$|\s+\(core dumped\)|\s+\(\d+\)|(?<=d)\s{2,}|\s*:|\s+(?=python|torchrun|bash|ray))"
+    r"(?:\s*$|\s+\((?:core dumped|核心已转储)\)|\s+\(\d+\)|(?<=d)\s{2,}|\s*:|\s+(?=python|torchrun|bash|ray))"
     r"|(?:Signal |exitcode *: -|Signals\.SIG\w+: |got signal: )(\d+)\b|exit(?:ed with)?(?: exit)? ?code:? (1[2-5]\d)\b"
 )
+MONITOR, DIED = "Ray's memory monitor", "a worker of Ray that died or was killed without a word"
 BROKEN, WATCHDOG = "a broken connection between processes: {0}", "a timeout of NCCL (the watchdog)"
 # What killed a process from outside, in the words of Slurm, Ray, Kubernetes, PBS, LSF and the kernel.
 KILLS = [
@@ -68,7 +78,8 @@ KILLS = [
         (r"node was low on resource: ([\w-]+)", "Kubernetes, which evicted the pod for lack of {0}", OUTSIDE),
         (r"PBS: job killed: (walltime|mem|vmem|cput)", "PBS's limit of {0}", OUTSIDE),
         (r"TERM_(RUNLIMIT|MEMLIMIT|PREEMPT|CPULIMIT)", "LSF, {0}", OUTSIDE),
-        (r"due to the node running low on memory|ray\.exceptions\.OutOfMemoryError", "Ray's memory monitor", OUTSIDE),
+        (r"node running low on memory|ray\.exceptions\.OutOfM|[1-9] Workers .*memory pressure", MONITOR, OUTSIDE),
+        (r"worker died or was killed while executing a task", DIED, FOLLOWS),
         (r"Watchdog caught collective operation timeout|watchdog (?:got stuck for|hang\b)", WATCHDOG, STUCK),
         (
             r"^(?=.*(?:ProcessGroup|c10d|NCCL WARN|TCPStore|\bibv|mlx5|RPC Error))"
@@ -87,15 +98,20 @@ FOLLOWING = re.compile(
     r"|(?:[\w.]+\.)?(?:DistBackendError|EngineDeadError)"
     r"|.*(?:Connection (?:closed|reset) by peer|NCCL communicator was)"
 )
-DISK = re.compile(r"unexpected pos \d+ vs\.? \d+|No space left on device|Disk quota exceeded")
-FINISHED = re.compile(rf"[Ff]inal validation metrics|Training Progress: 100%|{SUMMARY}['\"]:")
+FINISHED = re.compile(
+    rf"inal validation metrics|Training Progress: 100%|{SUMMARY}['\"]:|arly stopping (?:at|after)"
+    r"|raining (?:complete|done)"
+)
 HANDLED = 2  # times that a process, or the whole run, went on after an error which it handles
 WORKERS = "(workers)"  # any of them: of a line that several have, Ray prints one, so errors are also known by place
 ALIKE = 40  # characters by which an error is known again, digits aside
 # Errors that no process goes on with, and those whose words do not tell one from another.
 FATAL = re.compile(r"[Oo]ut ?[Oo]f ?[Mm]emory|CUDA|NCCL|RayTaskError|^[\w.]+$|a broken connection")
-SURE = re.compile(r"(?i)out ?of ?memory|cuda_kernel")  # in errors that no answer of a model looks like
+SURE = re.compile(r"(?i)out ?of ?memory|: block: \[")  # in errors that no answer of a model looks like
 RESTARTED = re.compile(rb"Started a local Ray instance|to existing Ray cluster|Resuming from|Training from scratch")
+GOES_ON = re.compile(r"[\w\"'<\[(/]")  # words behind a line that ends with a colon
+# What to do about a log that ends without a word.
+SILENT = "if it still runs, `py-spy dump` of its processes; else dmesg (OOM killer) and the scheduler's log"
 BARS_BEHIND = 3  # bars of its process behind an error; one is printed again when a process ends
 IGNORED = "Exception ignored in"  # Python's words for an error in a destructor
 # What belongs to a traceback; rich draws a box around it.
@@ -108,21 +124,27 @@ FRAME = re.compile(
 HEADLESS = re.compile(r"\s*File \"[^\"]+\", line \d+, in \S")  # a traceback whose beginning is cut off
 OTHERS = 3  # other lines of its process, after which a traceback without a last line is given up
 SHORT = 200  # lines of a text without rows that counts as the end of a log as a whole
-# A phase of a step, and the functions and remote methods that run in it.
+# A phase of a step, and the functions, remote methods, processes and bars that run in it.
 PHASES = (
     (
         "the weight sync",
-        r"update_weights?\b|load_weights|sync_weights|sync_model|receive_weights|wake_up|resume_memory",
+        r"update_weights?\b|load_weights|sync_weights|sync_model|receive_weights|wake_up|resume_memory"
+        r"|update_named_param|model_update|cumem",
     ),
     ("a checkpoint", r"save_checkpoint|save_model|save_pretrained|load_checkpoint"),
-    ("the log-probs", r"log_?probs?\b|log_probs?_|_logps|infer_batch"),
+    ("the log-probs", r"log_?probs?\b|log_probs?_|_logps|infer_batch|ReferenceModel"),
     (
         "the update",
-        r"backward|update_actor|update_policy|update_critic|training_step|train_step|train_batch|train_mini",
+        r"backward|update_actor|update_policy|ppo_train|training_step|train_step|train_batch|train_mini|Train_epoch",
     ),
-    ("the rollout", r"generate|rollout_loop|EngineCore|execute_model"),
+    ("the critic's update", r"update_critic|CriticModel"),
+    (
+        "the rollout",
+        r"generate|^Generating|rollout_loop|EngineCore|execute_model|prefix cache|LLMRayActor|[Vv]llmGen|vLLM\w*Server",
+    ),
     ("the reward", r"compute_score|reward_fn|compute_rewards?\b|RewardLoop"),
 )
+LONGEST_SAID = 120  # characters of a logger's line that may name the phase
 # What tells the call that failed behind its error: Ray's name of a task, or a worker group's.
 CALL = re.compile(r"\bray::[\w.]+\(|'s function \w+: exception")
 NESTED = "RayTaskError"  # is printed above the one that it passes on
@@ -150,7 +172,7 @@ OF_PACKAGE = re.compile(rf"/(?:{OF_VERL}|(?!verl/))({'|'.join(PACKAGES)})/(?:[\w
 LAST_LINES = 2000  # that are looked at for a step in words
 FEWEST_STEPS = 10  # of a run; what has fewer may be the parts of its start
 EPOCH = re.compile(r"(?i)\bepoch\W{0,3}(\d{1,6})\s?/\s?(\d{1,6})\W{0,3}$")  # that the steps count within
-LATER_STEP = re.compile(rb"(?i)\b(?:step|iteration)s?[ :=#]{1,9}(?:[2-9]|[1-9]\d)\b")
+LATER_STEP = re.compile(rb"(?i)(?<!total )(?<!max )\b(?:step|iteration)[ :=#]{1,9}(?:[2-9]|[1-9]\d)\b")
 BEGAN = re.compile(rb"(?i)Started a local Ray|Ray cluster|from scratch|Loading|initiali[sz]|\b0%\|")
 
 
@@ -164,6 +186,7 @@ class Error:
         phase: of a step, "" if it is not known.
         place: in the code, as `_Traceback.place`; "" if no frame shows it.
         is_a_sign: whether others may follow it, and the process may go on: it counts near the end only.
+        at: the number of the line where it begins, from 0: that of its traceback, if it has one.
     """
 
     what: str
@@ -171,6 +194,7 @@ class Error:
     phase: str = ""
     place: str = ""
     is_a_sign: bool = False
+    at: int = field(default=0, compare=False)
 
     @property
     def kind(self) -> str:
@@ -198,12 +222,13 @@ class _Traceback:
     def end(self) -> None:
         self.frames: list[re.Match[str]] = []
         self.open = self.ignored = False
+        self.at = 0
         self._others = 0  # lines since the last frame
 
-    def begin(self, *, ignored: bool) -> None:
+    def begin(self, at: int, *, ignored: bool) -> None:
         ignored = ignored or self.ignored  # Python's words come before the traceback
         self.end()
-        self.open, self.ignored = True, ignored
+        self.open, self.ignored, self.at = True, ignored, at
 
     def add(self, said: str) -> None:
         """Adds a line that is not the last one of a traceback."""
@@ -229,7 +254,7 @@ class _Traceback:
 
     def cut_off(self) -> Error:
         """Returns the error of a traceback without its last line."""
-        return Error(CUT_OFF, FOLLOWS, self.phase(), self.place)
+        return Error(CUT_OFF, FOLLOWS, self.phase(), self.place, at=self.at)
 
 
 class Search:
@@ -255,14 +280,14 @@ class Search:
         self._traced = self._finished = False
         self._bars = 0
         self._front = re.compile("")  # of an unknown logger
-        lines = text.splitlines()
-        near_from = 0 if whole and len(lines) <= SHORT else _near_from(lines)
-        for number, line in enumerate(lines):
+        self._lines = text.splitlines()
+        near_from = 0 if whole and len(self._lines) <= SHORT else _near_from(self._lines)
+        for number, line in enumerate(self._lines):
             signs = SIGNS.search(line) is not None
             if signs or self._found or any(trace.open for trace in self._traces.values()):
-                self._add(plain(line[:LONGEST]), signs, near=number >= near_from)
+                self._add(number, plain(line[:LONGEST]), signs, near=number >= near_from)
 
-    def _add(self, line: str, signs: bool, *, near: bool) -> None:
+    def _add(self, number: int, line: str, signs: bool, *, near: bool) -> None:
         """Looks at a line; `signs` is whether it may have an error, `near` whether it is near the end of the text."""
         process, said = split_front(REPEATED.sub("", line))
         if signs and TRACEBACK in said:
@@ -281,19 +306,24 @@ class Search:
             self._actor.setdefault(told.lastindex or 0, told[told.lastindex or 0])
         if error is None and trace.open and RAISED.match(said):
             error = _raised(bare)
+        if error is not None and error.what.endswith(":"):
+            following = "".join(printed(each[:LONGEST]).strip() for each in self._lines[number + 1 : number + 2])
+            if GOES_ON.match(following):
+                error = replace(error, what=f"{error.what} {_cut_short(following)}")
         if FINISHED.search(said):
             self._found, self._traced, self._finished = [], False, True
             self._traces.clear()
         elif signs and (IGNORED in said or TRACEBACK in said or (not trace.open and HEADLESS.match(said))):
             self._traced = True
-            trace.begin(ignored=self._finished and IGNORED in said)
+            trace.begin(number, ignored=self._finished and IGNORED in said)
             trace.add(said)
         elif error is not None:
             if not trace.ignored and self._counts(error, bare, near):
                 phase = "" if error.rank == OUTSIDE else trace.phase(bare)
                 if NESTED in error.what and self._found and NESTED in self._found[-1][1].what:
                     self._found.pop()
-                self._found.append((process, replace(error, phase=phase, place=trace.place)))
+                at = trace.at if trace.open else number
+                self._found.append((process, replace(error, phase=phase, place=trace.place, at=at)))
                 self._bars = 0
             trace.end()
         elif not process and bars:
@@ -332,17 +362,37 @@ class Search:
     def root(self) -> Error | None:
         """Returns the first of the errors with the highest rank, with what other lines say of it."""
         cut_off = [(of, trace.cut_off()) for of, trace in self._traces.items() if trace.open and not trace.ignored]
-        errors = [error for of, error in (*self._found, *cut_off) if not self._is_handled(of, error)]
-        root = max(errors, key=lambda error: error.rank, default=None)
-        if root is None:
+        errors = [(of, error) for of, error in (*self._found, *cut_off) if not self._is_handled(of, error)]
+        if not errors:
             return None
+        process, root = max(errors, key=lambda each: each[1].rank)
+        later = next((each.what for of, each in errors if of == process and not WORDLESS.match(each.what)), "")
+        if WORDLESS.match(root.what) and later and any(b"bove exception" in line for line in self._lines[root.at :]):
+            root = replace(root, what=f"{later.rstrip('.')}, after {root.what}")
         if root.what == WATCHDOG and self._waits:
             root = replace(root, what=f"{WATCHDOG}: {self._waiting()}")
         if "ActorDiedError" in root.what and self._actor:
             died = [root.what.partition(":")[0], *(self._actor[part] for part in sorted(self._actor))]
             root = replace(root, what=_cut_short(": ".join(died)))
+        elif root.rank == FOLLOWS or (WORDLESS.match(root.what) and not root.place):
+            root = self._told_above(root)
         if root.rank == OWN and not root.phase:  # its traceback may come behind it, or the call that it ended
             root = replace(root, phase=self._called or next((each.phase for _, each in cut_off if each.phase), ""))
+        if not root.phase:
+            phase = phase_of([process]) if root.rank != OUTSIDE else ""
+            root = replace(root, phase=phase or phase_above(self._lines[: root.at + 1]))
+        return root
+
+    def _told_above(self, root: Error) -> Error:
+        """Returns an error with the words of the nearest line above it that reports a failure, if one says more."""
+        for line in reversed(self._lines[max(root.at - LINES_ABOVE, 0) : root.at]):
+            said = split_front(text := plain(line[:LONGEST]))[1]
+            fails = FAILURE.search(said) and not HARMLESS.search(text)
+            above = _error_of(said.strip()) or (Error(_cut_short(said), OWN) if fails else None)
+            if above is None or CHAIN.match(said) or NESTED in said:
+                continue
+            if above.rank > FOLLOWS or WORDLESS.match(root.what):
+                return replace(above, what=f"{above.what}, before {root.said}", phase=root.phase, at=root.at)
         return root
 
     def _waiting(self) -> str:
@@ -359,6 +409,15 @@ class Search:
         return f"{'; '.join(said)}, for {longest} s"
 
 
+def phase_above(lines: Sequence[bytes]) -> str:
+    """Returns the phase at the end of these lines, by the last open bar or logger's line near it that names one."""
+    texts: list[str] = []
+    for line in (plain(each[:LONGEST]) for each in lines[-NEAR_LINES:]):
+        texts += [bar.title.replace(" ", "_") for bar in bars_in(line) if bar.at < bar.total]
+        texts += [said] if len(said := split_front(line)[1]) < min(len(line), LONGEST_SAID) else []
+    return phase_of(texts)
+
+
 def _near_from(lines: Sequence[bytes]) -> int:
     """Returns the number of the first line near the end, from 0; what W&B prints at its end is not counted."""
     left = NEAR_LINES
@@ -372,7 +431,7 @@ def _near_from(lines: Sequence[bytes]) -> int:
 def _error_of(line: str) -> Error | None:
     for pattern, what, rank in KILLS:
         if (found := pattern.search(line)) and not NONE.match(line, found.end()):
-            is_a_sign = what == BROKEN
+            is_a_sign = what in (BROKEN, DIED)
             groups = (each if is_a_sign else each.lower() for each in found.groups() if each)
             return Error(_cut_short(what.format(*groups)), rank, is_a_sign=is_a_sign)
     if EXCEPTION.match(line):
@@ -397,12 +456,11 @@ def _raised(line: str) -> Error:
     if line.startswith("KeyboardInterrupt"):
         return Error("its user (KeyboardInterrupt)", OWN)
     line = OF_PROCESS.sub("", line) if NESTED in line else line
-    told = f"a full disk: {line}" if DISK.search(line) else line
-    return Error(_cut_short(told), FOLLOWS if FOLLOWING.match(line) else OWN)
+    return Error(_cut_short(line), FOLLOWS if FOLLOWING.match(line) else OWN)
 
 
 def _signal(found: re.Match[str]) -> Error | None:
-    number = int(found[2] or 0) or int(found[3] or 128) - 128
+    number = int(found[2] or 0) or TRANSLATED.get(found[1], 0) or int(found[3] or 128) - 128
     names = ((what, its) for name, (what, its) in SIGNALS.items() if name == found[1] or its == number)
     what, its = next(names, (f"signal {number}", number))
     if found[3]:
@@ -426,6 +484,7 @@ class Ends:
         self.tail = b""
         self._rows = 0
         self._step: int | None = None
+        self._usual = 1  # steps from the row before the last one to the last
         self._found: tuple[tuple[int, int, str], ...] = ()  # (rows before it, step, how it ended)
         self._behind: list[bytes] = []  # the text after the last row
         self._size = 0
@@ -438,6 +497,7 @@ class Ends:
             self._rows, self._step = self._rows + 1, step
             return
         behind = b"".join(self._behind)
+        self._usual = max(step - (self._step or 0), 1)
         if self._step is not None and (step < self._step or (step == self._step and not validates)):
             self._found = (*self._found, *self._look(behind))
         elif TRACEBACK.encode() in (text := RESTARTED.split(behind)[-1]):
@@ -478,16 +538,21 @@ class Ends:
         bar of its steps does.
 
         Args:
-            every: steps from one row to the next: a bar that is further from the last row counts something else.
+            every: steps from one row without a step to the next: a bar that is further from the last row than rows
+                are from each other counts something else.
         """
         text = self._text
         shown = progress(text)
         at, total = shown or (0, 0)
-        finished = SUMMARY.encode() in text or (shown is not None and at == total == self._step)
-        ends_early = self._step is not None and at != total and 0 <= at - self._step <= every
+        finished = FINISHED.search(plain(text)) or (shown is not None and at == total == self._step)
+        ends_early = self._step is not None and at != total and 0 <= at - self._step <= max(every, self._usual)
         if not (finished or ends_early) or self._look(text):
             return ()
-        return ("the run finished" if finished else f"the log ends at step {at} of {total}, and without an error",)
+        if finished:
+            return ("the run finished",)
+        phase = phase_above(text.splitlines())
+        where = f" (in {phase})" if phase else ""
+        return (f"the log ends at step {at} of {total}, and without an error{where}; {SILENT}",)
 
     def _look(self, text: bytes) -> tuple[tuple[int, int, str], ...]:
         """Returns how the process of the last row ended, if it did, by the text behind it."""

@@ -36,8 +36,13 @@ FRONT = re.compile(
     )(?:\s[|-](?=\s))?\s?""",
     re.VERBOSE,
 )
-# The beginning of a line as it was printed: a front, an object, a row of a table. An empty line ends one too.
-BEGINNING = re.compile(rf"\s*(?:[{{|│]|$)|{FRONT.pattern}", re.VERBOSE)
+# The beginning of a line as it was printed: a front, an object, a row of a table, a bar, a part of a traceback. An
+# empty line ends one too.
+BEGINNING = re.compile(
+    rf"""\s*(?:[{{|│]|$|(?:\w[\w ]{{0,40}}:\s*)?\d{{1,3}}%\||Traceback|File\ "|During\ handling
+    |[\w.]+(?:Error|Exception)\b)|{FRONT.pattern}""",
+    re.VERBOSE,
+)
 MOST_FRONTS = 12
 LONGEST_TITLE = 200  # characters in front of a bar
 # A bar of tqdm: `Train epoch [1/1]: 99%|###| 127/128 [23:32<00:06, 6.63s/it, pg=-0.07, rm=0.5]`; Colab shows no `|`.
