@@ -15,7 +15,7 @@ from verl_ext.base.names import EVENTS, TRAJECTORIES, older_part
 from verl_ext.report.files import is_regular, not_a_file, open_regular
 from verl_ext.report.run import ReportError, listed
 from verl_ext.report.sources import FORMATS, KINDS
-from verl_ext.report.sources.cells import known_names
+from verl_ext.report.sources.cells import found_names
 from verl_ext.report.sources.csv_export import SEPARATORS
 from verl_ext.report.sources.ends import Search, progress
 from verl_ext.report.sources.kinds import Kind, RunSource
@@ -164,7 +164,7 @@ def _what_else(start: bytes) -> str:
     alike = any(count > 1 and all(line.count(each) == count for line in second) for each, count in counts.items())
     if alike and not re.search(r"[:=] ?[-+.\d]", first):  # which no header has
         return "this may be a table, but no column is the step; name one of them step"
-    found = listed(known_names(start.decode("utf-8", errors="replace")), MOST_LISTED)
+    found = listed(found_names(start.decode("utf-8", errors="replace")), MOST_LISTED)
     without = f" (found without one: {found})" if found else ""
     return (
         f"this is text, but no line has a step with its metrics{without}; verl prints them with "

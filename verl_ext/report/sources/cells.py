@@ -66,7 +66,7 @@ class Columns:
     """
 
     def __init__(self, header: Sequence[str], rows: Sequence[Sequence[str]] = ()):
-        names = _names_in(header)
+        names = _names_of_columns(header)
         counted = 0 if names and (normal(names[0]) in COUNTS or _are_steps_of_a_run(header[0], rows)) else None
         self.step = names.index(name) if (name := step_name(names)) is not None else counted
         self.width = len(header)
@@ -89,7 +89,7 @@ def _step_in(cell: str) -> int | None:
     return whole_step(cell if (number := number_of(cell)) is None else number)
 
 
-def _names_in(header: Sequence[str]) -> list[str]:
+def _names_of_columns(header: Sequence[str]) -> list[str]:
     """Returns the columns' names: a code span is the name in a header such as "Typical `gen_kl_error`"."""
     whole = [cell.replace("`", "").strip(DECORATION + "\ufeff") for cell in header]
     code = [CODE.findall(cell) for cell in header]
@@ -100,11 +100,11 @@ def _names_in(header: Sequence[str]) -> list[str]:
     return names if len({*names}) == len(names) else whole
 
 
-def known_names(text: str) -> list[str]:
+def found_names(text: str) -> list[str]:
     """Returns the names in a text that a quantity of the table has: in front of a number, quoted, or in a table."""
     lines = text.splitlines()
     names = [name for line in lines for name in (*named_numbers(line), *re.findall(NAME, line))]
-    names += [name for line in lines if BOX.search(line) for name in _names_in(split_cells(line, BOX))]
+    names += [name for line in lines if BOX.search(line) for name in _names_of_columns(split_cells(line, BOX))]
     return [name for name in dict.fromkeys(names) if quantity_of(name) is not None and not is_by_words(name)]
 
 

@@ -89,13 +89,13 @@ class PrintedDicts:
         for words, record in rows:
             if not (joined and _is_config(record)):
                 yield self._row(words, record)
-        self._torn += is_whole and not rows and _is_row(NUMBERED.findall(text, 0, end))
+        self._torn += is_whole and not rows and _is_of_metrics(NUMBERED.findall(text, 0, end))
 
     def torn(self) -> list[Row]:
         """Returns the row within which the text so far ends, if it does: what stands before its last comma, because its
         last number may be cut too."""
         record = numbers_of(dict(ENTRY.findall(self._cut, 0, self._cut.rfind(",") + 1)))
-        return [self._row(DICTIONARY.split(self._cut)[0], record)] if _is_row(record) else []
+        return [self._row(DICTIONARY.split(self._cut)[0], record)] if _is_of_metrics(record) else []
 
     def notes(self) -> list[str]:
         torn = self._torn + len(self.torn())
@@ -132,13 +132,13 @@ def _is_config(names: Collection[str]) -> bool:
 
 def _are_metrics(values: Mapping[str, object]) -> bool:
     """Returns True for a row of metrics, False for a printed config, which may have a learning rate."""
-    return any("/" in name or name.startswith("eval_") for name in values) or _known_names(values) > 1
+    return any("/" in name or name.startswith("eval_") for name in values) or _found_names(values) > 1
 
 
-def _is_row(names: Collection[str]) -> bool:
+def _is_of_metrics(names: Collection[str]) -> bool:
     """Returns True for names that only a row of metrics has, though a part of it is missing."""
-    return _known_names(names) > 1 and SUMMARY not in names and not _is_config(names)
+    return _found_names(names) > 1 and SUMMARY not in names and not _is_config(names)
 
 
-def _known_names(names: Collection[str]) -> int:
+def _found_names(names: Collection[str]) -> int:
     return sum(quantity_of(name) is not None and not is_by_words(name) for name in names)
