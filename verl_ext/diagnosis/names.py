@@ -40,7 +40,10 @@ UNIT = re.compile(r"(?<=\w)\s*[(\[][^()\[\]]*[)\]]$")  # "seq_len (tok/sample)"
 EVERYTHING = (-math.inf, math.inf)
 TELLING = re.compile(
     r"log_?p|eos(?:_|$)|kl(?:_|/|$)|mismatch|ratio(?!n)|prob|reward|score|entropy|grad|nan|advantage|correct|success|solve|accura"
+    r"|stale|truncat|respon|completion|answer"
 )
+# Beginnings of names that verl and this package give, and the other trainers of names.toml do not.
+VERLS = ("actor/", "critic/", "response_length/", "timing_s/", "val-core/", "vllm_kl/", "router/", "guard/")
 # What is no mean of a batch: settings, times, one of several rewards, and other parts of a distribution.
 PART = re.compile(
     r"(?:^|/)rewards/|(?:format|accuracy)_reward"
@@ -267,14 +270,17 @@ def combined() -> Iterator[tuple[str, str, str, str]]:
 
 
 def unread_names(logged_names: Iterable[str]) -> list[str]:
-    """Returns the names that no quantity of the table has, but that look as if they mattered."""
+    """Returns the names that no quantity of the table has, and no metric of verl in a run of verl, but that look as if
+    they mattered."""
+    logged = list(logged_names)
+    of_verl = any(name.startswith(VERLS) for name in logged)  # `rollout/**` is not verl's in another trainer's run
     return [
         name
-        for name in logged_names
+        for name in logged
         if TELLING.search(normal(name))
         and not PART.search(normal(name))
         and (not _readings_of(name) or is_by_words(name))
-        and not find(name)
+        and not (of_verl and find(name))
     ]
 
 

@@ -13,16 +13,15 @@ import numpy as np
 
 from verl_ext.base.arguments import run_of, similar_names
 from verl_ext.base.errors import file_error_text
-from verl_ext.base.metrics import find
 from verl_ext.base.names import EVENTS
 from verl_ext.base.printable import printable
 from verl_ext.diagnosis.causes import known_causes
 from verl_ext.diagnosis.findings.registry import RULES
-from verl_ext.diagnosis.names import PART, REWARD, TELLING, by_quantity, combined, is_by_words, normal, quantity_of
+from verl_ext.diagnosis.names import REWARD, by_quantity, combined, quantity_of, unread_names
 from verl_ext.diagnosis.series import Series
 from verl_ext.report.files import fingerprint, is_regular
 from verl_ext.report.find import find_source, join_logs
-from verl_ext.report.run import MOST_MESSAGE, VERLS, ReportError, Run, listed, own_steps
+from verl_ext.report.run import MOST_MESSAGE, ReportError, Run, listed, own_steps
 from verl_ext.report.sources.jsonl import EventReader
 from verl_ext.report.sources.kinds import RunSource
 from verl_ext.report.sources.lines import uncut
@@ -32,7 +31,6 @@ from verl_ext.report.sources.text import TextSource
 
 STANDARD_INPUT = Path("-")
 MOST_NAMES = 8
-TELLING_TOO = re.compile("stale|truncat|respon|completion|answer")  # in addition to names.TELLING
 CHECKPOINT = re.compile(r"checkpoint-\d+")  # of transformers, in the folder of the run
 OF_PAIRS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected")
 FEWEST_OF_PAIRS = 2
@@ -227,14 +225,7 @@ def _notes_on_names(metrics: Mapping[str, Series]) -> list[str]:
             "rollout and no reward of one. Its gradient is judged, and whether all numbers are finite; not its margins "
             "and log-probabilities"
         )
-    of_verl = any(name.startswith(VERLS) for name in metrics)  # `rollout/**` is not verl's in another trainer's run
-    likely = [
-        name
-        for name in metrics
-        if (TELLING.search(normal(name)) or TELLING_TOO.search(normal(name))) and not PART.search(normal(name))
-        if (quantity_of(name) is None or is_by_words(name)) and not (of_verl and find(name))
-    ]
-    if likely:
+    if likely := unread_names(metrics):
         known_causes()  # a package that brings causes brings their findings too
     read = {name for names in found.values() for name in names if name not in found}
     read |= {name for rule in RULES.values() for name in rule.needs}

@@ -13,7 +13,7 @@ import numpy as np
 from verl_ext.base.errors import UserError
 from verl_ext.base.metrics import find
 from verl_ext.base.printable import printable
-from verl_ext.diagnosis.names import VALIDATION, Alias, by_quantity, quantity_of
+from verl_ext.diagnosis.names import VALIDATION, VERLS, Alias, by_quantity, quantity_of
 from verl_ext.diagnosis.series import Act, Ending, Readings, Series
 from verl_ext.guard.state import Event
 
@@ -22,8 +22,6 @@ MOST_MESSAGE = 4000  # characters
 ENDED = "ended"  # rule and action of the event of an error that ended a run
 FEW_NAMES, LISTED_NAMES = 3, 5
 FEW_TRAINERS = 2  # ms-swift logs what TRL logs, and miles what slime logs
-# Beginnings of names that verl and this package give, and the other trainers of diagnosis/names.toml do not.
-VERLS = ("actor/", "critic/", "response_length/", "timing_s/", "val-core/", "vllm_kl/", "router/", "guard/")
 METRIC = re.compile(r"\w+(/\w+)+")  # a metric's name in a sentence
 LAYER = re.compile(r"[0-9]{1,4}")
 DECIDED = {  # what the guard did, as the name of a mark or of a decision
