@@ -124,8 +124,9 @@ class RunVerdict:
 
     @property
     def other_facts(self) -> tuple[Finding, ...]:
-        """The facts that neither the sentence nor another fact says already."""
-        said, ids = f"{self.sentence} {self.alarm}".lower(), {fact.name for fact in self.facts}
+        """The facts that neither the sentence, a step nor another fact says already."""
+        steps = " ".join(step.why for step in self.steps)
+        said, ids = f"{self.sentence} {self.alarm} {steps}".lower(), {fact.name for fact in self.facts}
         ids |= {sign.finding.name for suspect in self.suspects for sign in suspect.evidence}
         ids.add(f"learning.{self.learning.state}")
         return tuple(

@@ -65,6 +65,11 @@ SAMPLES = {
     "TRL, numbers as texts": ("run.out", many(TRL_TEXTS), "reward"),
     "TRL, aligned": ("run.log", many("{{'loss':    1.46,  'grad_norm' : {0}.50,   'reward':  {1}}}\n"), "reward"),
     "slime": ("run.txt", many(SLIME), "train/ppo_kl"),
+    "boxes with their step in a cell": (
+        "run.log",
+        many("----------------\n| iterations | {0} |\n| ep_rew_mean | {1} |\n----------------\n"),
+        "ep_rew_mean",
+    ),
     "pairs": ("run.log", many(PAIRS), "Reward"),
     "tensors": ("run.log", many(TENSORS), "critic/score/mean"),
     "trainer_state.json": ("trainer_state.json", STATE, "reward"),

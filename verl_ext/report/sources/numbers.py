@@ -74,10 +74,13 @@ def split_cells(line: str, separator: re.Pattern[str]) -> list[str]:
 def box_as_pairs(line: str) -> str:
     """Returns a line; as pairs, if it is a row of a box with names and numbers by turns."""
     cells = split_cells(line, BOX)
-    names, numbers = cells[::2], [number_of(cell) for cell in cells[1::2]]
+    names, values = cells[::2], cells[1::2]
+    numbers = [number_of(cell) for cell in values]
     if not numbers or len(names) != len(numbers) or None in numbers or any(map(number_of, names)):
         return line
-    return " | ".join(f"{name}: {number}" for name, number in zip(names, numbers, strict=True))
+    # A step is a whole number, as it stands.
+    pairs = zip(names, values, numbers, strict=True)
+    return " | ".join(f"{name}: {value if value.isdigit() else number}" for name, value, number in pairs)
 
 
 def named_numbers(line: str) -> dict[str, float]:
