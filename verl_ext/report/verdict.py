@@ -155,12 +155,14 @@ class RunVerdict:
     def labelled(self) -> Iterator[tuple[str, Suspect]]:
         """Yields each suspect with the report's label for it.
 
-        Harmless rounding explains a gap. If a suspect before it explains the gap already, it is an alternative.
+        Causes of one subject are alternatives; of two, both may hold. Harmless rounding explains a gap. If a suspect
+        before it explains the gap already, it is an alternative.
         """
         for place, suspect in enumerate(self.suspects):
             explained = any(before.cause.of_gap for before in self.suspects[:place])
+            rival = any(before.cause.about == suspect.cause.about for before in self.suspects[:place])
             if not suspect.harmless:
-                yield ("or" if place else "likely cause"), suspect
+                yield ("or" if rival else "also" if place else "likely cause"), suspect
             elif explained:
                 yield "or, which would be harmless", suspect
             else:
