@@ -6,6 +6,7 @@ Parts of the installation or the config that are slow to read are read once, and
 import ast
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -429,7 +430,8 @@ def _as_far_as_known(found: Problem, context: Context) -> Problem:
     if found.unknown and found.level not in ("ok", "note"):
         said = f"the script's value of {', '.join(found.unknown)} is not known here, and verl's default was judged"
         return replace(found, level="note", why="; ".join(filter(None, (said, found.why))), fix=())
-    if found.fix and (lost := [key for key in context.launch.lost if key in f"{found.found} {' '.join(found.fix)}"]):
+    named = re.findall(r"[\w.]+", " ".join((found.found, *found.fix)))
+    if found.fix and (lost := sorted(context.launch.lost.keys() & {*named})):
         why = f"{found.why}; {', '.join(lost)} of the script {'does' if len(lost) == 1 else 'do'} not arrive"
         found = replace(found, why=why, fix=())
     of_verl = ("config", "verl's settings", "verl's validation")

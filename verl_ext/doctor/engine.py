@@ -235,8 +235,9 @@ def attention_factor(context: Context) -> Iterable[Problem]:
 
 def _positions(context: Context) -> int | None:
     """Returns the positions that verl reads: of an override, or of config.json; None if they are not known."""
-    changed = context.get(f"{MODEL}.override_config.max_position_embeddings")
+    places = ("", ".model_config", ".text_config")
+    changed = (context.number(f"{MODEL}.override_config{place}.max_position_embeddings") for place in places)
     config = context.model_config
     parts = (config, getattr(config, "text_config", None))
     read = (getattr(part, "max_position_embeddings", None) for part in parts)
-    return next((int(one) for one in (changed, *read) if one is not None), None)
+    return next((int(one) for one in (*changed, *read) if one is not None), None)

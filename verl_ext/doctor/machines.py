@@ -5,12 +5,14 @@ from collections.abc import Iterable
 
 from verl_ext.base.errors import Problem
 from verl_ext.doctor.checks import Context, check, error, warning
+from verl_ext.features.verl_config import ROLLOUT
 from verl_ext.launch.packages import package_folder, source
 from verl_ext.launch.sizes import gpu_pools
 
 CPUS = "ray_kwargs.ray_init.num_cpus"
 PER_GPU = re.compile(r"class ResourcePoolManager:.*?max_colocate_count: int = (\d+)", re.DOTALL)
-UNITS = "transfer_queue.backend.SimpleStorage.num_data_storage_units"  # each has a CPU, as has their controller
+PER_ROLLOUT_GPU = 2  # of servers on GPUs of their own: workers/rollout/replica.py
+ADDRESS = "ray_kwargs.ray_init.address"
 
 
 @check("lost overrides")
@@ -41,7 +43,7 @@ def machine(context: Context) -> Iterable[Problem]:
         sum(nodes * gpus for nodes, gpus in pools.values()),
     )
     asked = " and ".join(f"{each}.nnodes x n_gpus_per_node={nodes} x {gpus}" for each, (nodes, gpus) in pools.items())
-    for said, nodes, gpus in context.launch.machines:
+    for said, nodes, gpus in () if context.get(ADDRESS) else context.launch.machines:
         of_slurm = said.startswith("#")
         if not of_slurm and any(many > 1 for many, _ in pools.values()):
             continue  # a cluster runs already
@@ -51,11 +53,12 @@ def machine(context: Context) -> Iterable[Problem]:
             why = f"verl waits for ever for a machine with {most} GPUs"
         else:
             continue
-        fix = [f"trainer.n_gpus_per_node={gpus}"] if len(pools) == 1 and gpus and gpus < most else []
         unless = "unless sbatch is called with more" if of_slurm else "unless a Ray with more runs already"
-        yield (warning if of_slurm else error)(f"{said} with {asked}", f"{why}, {unless}", *fix)
+        yield warning(f"{said} with {asked}", f"{why}, {unless}")
     per_gpu = PER_GPU.search(source(package_folder("verl"), "single_controller/ray/base.py"))
-    given, needed = context.number(CPUS), total * int(per_gpu[1] if per_gpu else 1)
+    each = int(per_gpu[1] if per_gpu else 1)
+    needed = sum(nodes * gpus * (PER_ROLLOUT_GPU if of == ROLLOUT else each) for of, (nodes, gpus) in pools.items())
+    given = context.number(CPUS)
     if given is not None and given < needed and context.get("trainer.device") != "cpu":
         why = f"verl reserves {needed} CPUs with its {total} GPUs, and waits for them for ever; Ray only counts them"
-        yield error(f"{CPUS}={given}", why, f"{CPUS}={needed + (context.number(UNITS) or 0) + 2}")
+        yield error(f"{CPUS}={given}", why, f"{CPUS}=null")

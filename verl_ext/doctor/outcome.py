@@ -85,7 +85,9 @@ def trained_adapter(context: Context) -> Iterable[Problem]:
         yield warning("target_modules=all-linear with experts", why, f"{ALL_LINEAR}=[q_proj,k_proj,v_proj,o_proj]")
     elif in_tower and not context.get(f"{VLLM_ARGUMENTS}.enable_tower_connector_lora"):
         why = f"{', '.join(in_tower)} of the vision tower get adapters too, which vLLM leaves out"
-        yield warning(f"target_modules={asked} with a vision tower", why, f"{MODEL}.exclude_modules=.*vis.*")
+        yield note(
+            f"target_modules={asked} with a vision tower", f"{why}; {MODEL}.exclude_modules=.*vis.* leaves it out"
+        )
 
 
 @check("token ids", needs="config")

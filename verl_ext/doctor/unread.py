@@ -97,7 +97,7 @@ def unread_settings(context: Context) -> Iterable[Problem]:
     if not context.entry and context.get(V1):
         unread = without_reader(context.config, context.given - {*INSTEAD})
         for setting in (one for one in unread if _is_changed(context, one)):
-            yield warning(f"{setting}={context.get(setting)} has no effect", "nothing in this verl reads it")
+            yield warning(f"{setting}={context.get(setting)} has no effect", "verl's trainer V1 reads it nowhere")
     yield from _without_its_switch(context)
     yield from _unused_penalty(context)
     kept = "algorithm.norm_adv_by_std_in_grpo"

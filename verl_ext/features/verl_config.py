@@ -425,11 +425,13 @@ def overlong_problems(config: DictConfig) -> Iterator[Problem]:
         yield Problem(found, fix=tuple(f"++{name}={usual[name]}" for name in missing))
     length, most = (OmegaConf.select(config, name) for name in (f"{buffer}.len", limit))
     if length is None or length <= 0 or (most is not None and length > most):
+        # DAPO has 4096 of 20480 tokens.
+        fifth = (f"{buffer}.len={most // 5}",) if isinstance(most, int) and most >= 5 else ()
         yield Problem(
             f"{buffer}.len={length} must be above 0 and at most {limit}={most}: it is the number of tokens before the "
             "limit over which the penalty grows",
-            # DAPO has 4096 of 20480 tokens.
-            leave_out=(f"{buffer}.len={most // 5}",) if isinstance(most, int) and most >= 5 else (),
+            fix=fifth,
+            leave_out=fifth,
         )
 
 

@@ -26,6 +26,7 @@ if (VERL := package_folder("verl")) is None:
     raise ModuleNotFoundError("No module named 'verl'", name="verl")
 VERL_CONFIGS = VERL / "trainer" / "config"
 PRIMARY = "ppo_trainer"
+COMMON, LONGEST_NAME = "common", 100  # a folder of configs that recipes begin with; letters of a choice
 MAIN = re.compile(r'hydra\.main\(config_path="(\w+)", config_name="(\w+)"')
 # Names at the front of overrides, which some people write as flags.
 OVERRIDDEN = (*GROUPS, "actor_rollout_ref", "algorithm", "critic", "data", "reward", "trainer")
@@ -100,11 +101,15 @@ def prepare(arguments: Sequence[str]) -> list[str]:
 
 
 def _settings_of(group: str, choice: str) -> Iterator[str]:
-    """Yields the settings of verl's own in a file of our groups; none if there is no such file."""
-    file = files(CONFIG_MODULE) / group / f"{choice}.yaml"
-    if group not in OUR_GROUPS or not file.is_file():
+    """Yields the settings of verl's own in a file of our groups, and in those that it begins with; none if there is no
+    such file."""
+    file = files(CONFIG_MODULE) / group / f"{choice[:LONGEST_NAME]}.yaml"
+    if group not in (*OUR_GROUPS, COMMON) or not file.is_file():
         return
     nodes = list(yaml.safe_load(file.read_text(encoding="utf-8")).items())
+    for entry in dict(nodes).get("defaults", ()):
+        above, _, name = str(entry).partition("@")[0].strip("/").rpartition("/")
+        yield from _settings_of(above or group, name)
     for name, node in nodes:  # grows
         if isinstance(node, dict):
             nodes += [(f"{name}.{key}", value) for key, value in node.items()]

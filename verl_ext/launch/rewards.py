@@ -3,7 +3,8 @@
 import ast
 import inspect
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -14,6 +15,7 @@ from verl_ext.launch.names import MANAGER, SOURCE
 from verl_ext.launch.packages import module_file, package_folder
 
 FUNCTION = "reward.custom_reward_function"
+OF_VERL = re.compile(r"\bverl/utils/reward_score/\w+\.py$")
 
 
 def reward_function_problems(config: DictConfig) -> Iterator[Problem]:
@@ -35,20 +37,29 @@ def _signature(path: str, name: str) -> inspect.Signature | None:
     the file is not here, and is one of verl's by its path, the installed one is read."""
     file: Path | None = Path(os.path.expanduser(path))
     if file is not None and not file.is_file():
-        of_verl = path.rpartition("verl/utils/reward_score/")
-        file = module_file("".join(of_verl[1:])) if of_verl[1] else None
+        of_verl = OF_VERL.search(path)
+        file = module_file(of_verl[0]) if of_verl else None
     try:
         body = ast.parse(file.read_text(encoding="utf-8")).body if file else []
     except (SyntaxError, ValueError):  # the run reports it
         return None
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     *_, found = (None, *(each for each in body if isinstance(each, kinds) and each.name == name))
-    if found is None or found.decorator_list:
+    if found is None or found.decorator_list or _is_bound_again(body, found):
         return None
     none, given = ast.Constant(None), found.args
     given.defaults, given.kw_defaults = [none] * len(given.defaults), [one and none for one in given.kw_defaults]
     bare = ast.fix_missing_locations(ast.Expression(ast.Lambda(given, none)))  # without the file's own expressions
     return inspect.signature(eval(compile(bare, path, "eval"), {}))
+
+
+def _is_bound_again(body: Sequence[ast.stmt], found: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Returns True if a file gives a function's name to something else too, wherever that stands."""
+    nodes = [node for each in body for node in ast.walk(each) if node is not found]
+    names = [getattr(node, "name", None) for node in nodes if not isinstance(node, ast.alias)]
+    names += [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    names += [node.asname or node.name for node in nodes if isinstance(node, ast.alias)]
+    return found.name in names
 
 
 def _keywords(manager: str) -> list[str]:

@@ -29,19 +29,21 @@ STARTS = re.compile(r"(?:[\w.]+\.|(?:\S*/)?)main_\w+(?:\.py)?")  # a module or f
 SETTING = re.compile(r"\+*(?:actor_rollout_ref|algorithm|critic|data|reward\w*|trainer)\.[\w.]+=")  # of verl's config
 MODEL = re.compile(r"\+*actor_rollout_ref\.model\.path=")
 NO_COMMAND = re.compile(r"[+~]*[a-z]\w*(?:\.\w+)+=")  # an override where the shell expects a command's name
-VISIBLE = re.compile(r"(?:CUDA|HIP|ROCR|ASCEND_RT)_VISIBLE_DEVICES")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 IDS = re.compile(r"(?:\d+|(?:GPU|MIG)-[\w-]+)(?:,(?:\d+|(?:GPU|MIG)-[\w-]+))*")
 REMOTE = re.compile(r"\bRAY_ADDRESS\b|\bray\s+(?:job|submit|exec)\b")  # the run starts on machines of another job
 CLUSTER = re.compile(rf"{REMOTE.pattern}|\bray\s+(?:start|up)\b|ray\w*\.sh\b")  # whose Ray counts the GPUs itself
 SLURM = re.compile(r"^#SBATCH[ \t]+(.*)", re.MULTILINE)
-NODES = re.compile(r"(?:--nodes[= ]|-N ?)(\d+)(?![\d-])")
-GPUS_PER_NODE = re.compile(r"--(?:gres[= ]gpu:|gpus-per-node[= ])(?:[A-Za-z][\w.-]*:)?(\d+)\b")
+COMMENTS = re.compile(r"(?:[ \t]*(?:#.*)?\n)*")  # Slurm reads its lines up to the first command
+NODES = re.compile(r"(?<!\S)(?:--nodes[= ]|-N ?)(\d+)(?![\w-])")
+GPUS_PER_NODE = re.compile(r"(?<!\S)--(?:gres[= ]gpu:|gpus-per-node[= ])(?:[A-Za-z][\w.-]*:)?(\d+)(?![\w,])")
 MAIN = re.compile(r"(?:.*/)?(?:verl[./]trainer|verl_ext)[./]main_ppo(?:\.py)?")
 PYTHON = re.compile(r"(?:\S*/)?(?:python[\d.]*|torchrun|accelerate)")
 COMMAND, COMMAND_TEXT = "the command", re.compile(r"main_| -m ")
 PRINTS = {"--cfg", "-c", "--help", "-h", "--info", "-i", "--hydra-help"}  # Hydra's flags that start nothing
 PROBE = re.compile(r"\s*import (\w+)\s*")  # of `python -c`
 SCRIPTS = {"bash", "sh", "source", ".", "exec", "sbatch", "srun", "--"}  # commands that run the file behind them
+FILTERS = {"grep", "egrep", "sed", "awk", "while"}  # of what the launch prints; their words may look like overrides
 SILENT = {"cd", "mkdir", "true", ":", "set", "unset", "shift"}
 EXPANSION = re.compile(
     r"(?P<length>#(?=\w))?(?P<name>\w+|[@*#?$!-])(?:\[(?P<index>[^]]*)\])?"
@@ -138,12 +140,12 @@ def _chosen(shell: "_Shell", name: str, ended: str, replaced: Collection[str]) -
 
 def _machines(shell: "_Shell", exports: Mapping[str, str]) -> Iterator[Machines]:
     """Yields the GPUs that a script makes visible, and those that it asks Slurm for, if Ray starts on them."""
-    text, slurm = "\n".join(shell.texts), " ".join(SLURM.findall("\n".join(shell.texts[:1])))
-    if "RAY_ADDRESS" in shell.variables or REMOTE.search(text):
+    text, first = "\n".join(shell.texts), "\n".join(shell.texts[:1])
+    slurm = " ".join(SLURM.findall("".join(COMMENTS.findall(first)[:1])))
+    if "RAY_ADDRESS" in shell.variables or REMOTE.search(text) or "hetjob" in slurm:
         return
-    for name, value in exports.items():
-        if VISIBLE.fullmatch(name) and IDS.fullmatch(value) and not CLUSTER.search(text):
-            yield Machines(f"{name}={value}", 1, value.count(",") + 1)
+    if IDS.fullmatch(value := exports.get(VISIBLE, "")) and not CLUSTER.search(text):
+        yield Machines(f"{VISIBLE}={value}", 1, value.count(",") + 1)
     nodes, gpus = ([*pattern.finditer(slurm)][-1:] for pattern in (NODES, GPUS_PER_NODE))
     if nodes or gpus:
         said = " ".join(one[0] for one in (*nodes, *gpus))
@@ -203,6 +205,7 @@ class _Shell:
         other = _Shell.__new__(_Shell)
         other.__dict__ |= self.__dict__
         other.variables, other.arguments, other.printed = dict(self.variables), list(self.arguments), []
+        other.exports = set(self.exports)
         other.depth += 1
         if other.depth > 50:
             raise RecursionError("it calls itself")
@@ -270,6 +273,9 @@ class _Shell:
                     self.branch(node, str(status), lambda one: one.run(body), lambda one: None)
             case "function_definition":
                 self.functions[node.child_by_field_name("name").text.decode()] = node.child_by_field_name("body")
+            case "subshell":
+                self.apart(lambda other: other.run_all(node.children))
+                return "a subshell"
             case "negated_command":
                 status = self.run_all(node.children)
                 return status if isinstance(status, str) else not status
@@ -469,7 +475,7 @@ class _Shell:
             self.found.append(Launch(words[index + 1 :], where, words[index], exports=exports))
             return text
         alone = NO_COMMAND.match(name)
-        if self.found and (alone or self.piped):
+        if self.found and (alone or self.piped) and name not in FILTERS:
             to, lost = f"{'a command of its own' if alone else name} ({where})", NO_COMMAND if alone else SETTING
             self.found[-1].lost.update((_setting_of(word), to) for word in words if lost.match(word))
         if PYTHON.fullmatch(name) and rest[:1] == ["-c"] and (probe := PROBE.fullmatch(rest[-1])):

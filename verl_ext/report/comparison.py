@@ -305,11 +305,10 @@ def _comparison_notes(lines: Lines, rows: Sequence[Row], shortest: int) -> Itera
     tested = [cell for _, cells in rows for cell in cells if cell.difference and cell.difference.p is not None]
     if tested:
         rest = sum(cell.metric.name != REWARD for cell in tested)
-        kinds = {"the reward": len(tested) - rest, "all other metrics together": rest}
-        counted = (
-            f"{of} {f'after correction for {n} comparisons' if n > 1 else 'by itself'}" for of, n in kinds.items() if n
-        )
-        yield f"a difference counts if it is significant at {100 * LEVEL:.0f} %: {', '.join(counted)} (Holm)"
+        kinds = {"the reward": len(tested) - rest, "the other metrics" if rest > 1 else "the other metric": rest}
+        holm = "after Holm's correction for {} comparisons"
+        counted = (f"{of} {holm.format(n) if n > 1 else 'by itself'}" for of, n in kinds.items() if n)
+        yield f"a difference counts if it is significant at {100 * LEVEL:.0f} %: {', '.join(counted)}"
     if any(cell.verdict == UNCERTAIN for cell in tested):
         rewards = [
             f"; reward of {name}: {cell.change}, with a 99 % interval by itself of {cell.interval}"

@@ -54,8 +54,13 @@ CASES = [
     ("reward_constant.constant", 1, {REWARD: [0.5] * 10}),  # no spread is logged
     ("reward_constant.constant", 1, {REWARD: [0.5] * 10, SPREADS[0]: [0.01] * 10}),
     ("reward_constant.constant", 9, TURNED_CONSTANT),
-    ("reward_constant.solved", None, {REWARD: [1.0] * 10, SPREADS[0]: [0.0] * 10}),  # 1 is the best, from the start
-    ("reward_constant.solved", None, {REWARD: [1.0] * 10, REWARD_MAX: [1.0] * 10, REWARD_MIN: [1.0] * 10}),
+    ("reward_constant.constant", 1, {REWARD: [1.0] * 10, SPREADS[0]: [0.0] * 10}),  # from the start: the grader?
+    (
+        "reward_constant.solved",
+        None,
+        {REWARD: [*line(0.05, 0.5, 10), *[0.5] * 12], SPREADS[0]: [0.2] * 10 + [0.0] * 12},
+    ),
+    ("reward_constant.constant", 11, {REWARD: [*line(-1, 0, 10), *[0.0] * 12], SPREADS[0]: [0.2] * 10 + [0.0] * 12}),
     ("reward_constant.varies", None, {REWARD: [0.5] * 10, SPREADS[0]: [0.4] * 10}),
     ("reward_constant.varies", None, zeroes_and_ones([0.5] * 10)),
     (
@@ -90,7 +95,6 @@ CASES = [
     ("reward_gain.much", None, zeroes_and_ones(line(0.1, 0.95))),
     ("validation_fell.fell", 4, {VALIDATION: [0.2, 0.4, 0.5, 0.6, 0.3, 0.25, 0.25, 0.25]}),
     ("validation_fell.fell", 5, {VALIDATION: [0.3, 0.5, 0.6, 0.65, 0.66, 0.5, 0.4, 0.3, 0.2, 0.1]}),
-    ("validation_fell.lower", 1, {VALIDATION: [0.6, 0.1]}),  # two scores
     ("validation_fell.rose", None, {VALIDATION: [0.2, 0.4, 0.6, 0.58]}),
     ("validation_fell.holds", None, {VALIDATION: [0.58, 0.6, 0.61, 0.58]}),
     ("groups_dead.all", None, {DEAD_GROUPS: [1.0] * 10}),
@@ -113,6 +117,7 @@ CASES = [
     ("group_size.enough", None, {DEAD_GROUPS: [0.8] * 10, **zeroes_and_ones(wave(0.95, 0.02, 10))}),  # all correct
     ("advantages.zero", None, {ADVANTAGES: [0.0] * 10}),
     ("advantages.huge", None, {ADVANTAGES: [7428.0]}),
+    ("advantages.some", None, {ADVANTAGES: [400.0], REWARD_MAX: [1000.0], REWARD_MIN: [0.0]}),  # not divided
     ("advantages.some", None, {ADVANTAGES: [1.2] * 10}),
     ("prompts_matter.no", None, {PROMPT_EFFECT: wave(1.0, 0.2, 40)}),
     ("prompts_matter.unclear", None, {PROMPT_EFFECT: wave(1.2, 0.2, 40)}),
@@ -176,6 +181,7 @@ def test_a_rise_is_told_with_numbers_that_show_it(odd_ends):
         ("reward_fell", {REWARD: [0.5, 0.4, 0.3, 0.2]}),
         ("reward_flat", {REWARD: [0.5] * 4 + [np.nan] * 40}),
         ("reward_gain", {REWARD: line(0.1, 0.9)}),
+        ("validation_fell", {VALIDATION: [0.6, 0.1]}),
         ("validation_fell", {"val-core/gsm8k/acc/best@8/std": [0.6, 0.4, 0.1, 0.1]}),
         ("group_size", {DEAD_GROUPS: [0.8] * 10, REWARD: [0.3] * 10}),
         ("prompts_matter", {PROMPT_EFFECT: [1.0] * 39}),

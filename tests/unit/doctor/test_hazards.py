@@ -402,7 +402,7 @@ HAZARDS: dict[str, dict[str, list[str | tuple[str, str]]]] = {
     },
     "machine": {
         "": [EIGHT, f"{CPUS}=24 {EIGHT}", f"{CPUS}=1 {EIGHT} trainer.device=cpu"],
-        "error": [(f"{CPUS}=16 {EIGHT}", f"{CPUS}=34"), f"{CPUS}=40 {EIGHT} {POOL} reward.reward_model.nnodes=1"],
+        "error": [(f"{CPUS}=16 {EIGHT}", f"{CPUS}=null"), f"{CPUS}=40 {EIGHT} {POOL} reward.reward_model.nnodes=1"],
     },
     "reward function": {
         "": [
@@ -672,11 +672,8 @@ HAZARDS: dict[str, dict[str, list[str | tuple[str, str]]]] = {
             f"{LORA} {RATE} {VISION} {MODEL}.target_modules=[q_proj]",  # its tower has none of this name
             f"{LORA} {RATE} {VISION} {VLLM}.enable_tower_connector_lora=true",
         ],
-        "warning": [
-            LORA,
-            f"{LORA} {RATE} {MOE}",
-            (f"{LORA} {RATE} {VISION} {MODEL}.target_modules=[q_proj,up_proj]", f"{MODEL}.exclude_modules=.*vis.*"),
-        ],
+        "note": [f"{LORA} {RATE} {VISION} {MODEL}.target_modules=[q_proj,up_proj]"],
+        "warning": [LORA, f"{LORA} {RATE} {MOE}"],
         "error": [f"{MODEL}.lora.rank=8 {RATE}", f"{LORA} {RATE} {MEGATRON}", f"{LORA} model_engine=veomni"],
     },
     "token ids": {

@@ -107,7 +107,7 @@ def test_a_setting_that_moved_gets_its_new_place(told, overrides, fix):
     [
         ("+stabilty=moe", "warning"),
         ("+trainer.total_training_step=5", "warning"),
-        ("+trainer.mine=5", None),
+        ("+trainer.mine=5", "warning"),
         (f"+{ROLLOUT}.agent.agent_loop_manager_class=a.B", None),
         ("+stability=moe", None),
     ],

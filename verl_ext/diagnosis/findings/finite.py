@@ -44,9 +44,10 @@ KINDS = {
 }
 # Where it ended -> words of the same, the first that fit; in a phase of the step, as report/sources/ends.py names it.
 PLACES = {
-    "host": r"OOM.?kill|memory monitor|\bkilled\b|a kill \(|allocate memory|\bMemoryError|lack of memory|\bdied\b",
+    "host": r"OOM.?kill|memory monitor|a kill \(|allocate memory|\bMemoryError|lack of memory"
+    r"|\bworkers?\b.*\b(?:died|killed)\b",
     "cache": r"no available memory|cache blocks|KV cache",
-    "scheduler": r"Slurm|PBS|LSF|Kubernetes|SIGTERM",
+    "scheduler": r"\bSlurm\b|\bPBS\b|\bLSF\b|Kubernetes|SIGTERM",
     "sync": " in the weight sync by ",
     "checkpoint": " in a checkpoint by ",
     "log_probs": " in the log-probs by ",
@@ -58,7 +59,7 @@ PLACES = {
 }
 MEMORY_USED = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb", "perf/cpu_memory_used_gb")
 MEMORY_GREW = 0.1  # share of the memory in use at the end
-USUAL_WEIGHT = 0.8, 1.25  # mean of the importance weights, whose expectation is 1; a cut lowers it a little
+USUAL_WEIGHT = 0.6, 1.25  # mean of the importance weights, whose expectation is 1 before a cut
 CORRECTIONS = ("correction/dropped", "correction/weight_mean", "rollout_corr/rollout_is_mean")
 
 
@@ -165,7 +166,7 @@ def run_ended(run: Readings) -> Seen:
 @finding("ended_in", f"| {' '.join(PLACES)}", subsumed_by=("run_ended",))
 def ended_in(run: Readings) -> Seen:
     """The phase of the step, or the part of the machine, in which an error ended the run."""
-    if run.ending is None or not (place := _first_of(PLACES, run.ending.reason)):
+    if run.ending is None or not (place := _first_of(PLACES, run.ending.reason.partition(", before ")[0])):
         return None
     return place, f"the run {run.ending.reason.rstrip('.')}", run.ending.step
 

@@ -217,7 +217,8 @@ def _first_if_fresh(series: Series, run: Readings) -> tuple[int, float] | None:
 @finding("gap_started", "| at_once in_part with_updates suddenly comes_and_goes", needs=(LOG_RATIO,))
 def gap_started(run: Readings) -> Seen:
     """Whether the gap was there before the weights moved. If so, the engines compute differently from the same weights.
-    If it came with the updates, these did not arrive in the rollout."""
+    If it came with the updates, these did not arrive in the rollout, or the policy moved to where the engines differ
+    more."""
     gap = gap_of(run)
     if gap is None or abs(now_of(gap.series)) ** gap.measure.power <= AGREE:
         return None

@@ -183,18 +183,20 @@ def at_ceiling(run: Readings, course: Course) -> bool:
 
 @cached_per_run
 def is_solved(run: Readings) -> bool:
-    """Returns True if nearly all answers get the best reward: the highest one that any answer got, while answers get
-    different ones; else 1, if none is above it, or the highest one after a rise."""
+    """Returns True if nearly all answers get the best reward that any answer got. Where all get the same one, the
+    reward has risen to it, above 0, or the log begins later than the run, with a reward of 1: a grader that always
+    gives 1 looks the same from the first step on."""
     series, most, least = run.get(REWARD), run.values(REWARD_MAX), run.late(REWARD_MIN)
     if series is None:
         return False
     now, highest = now_of(series), float(np.concatenate([most, series.values]).max())
     if most.size and least is not None and now_of(run.need(REWARD_MAX)) > least:
         return (now - least) / (highest - least) > SOLVED
-    if highest <= 1:
-        return now > (SURE_CEILING if most.size else SOLVED)
-    early = float(series.values[: max(len(series.values) // 4, 1)].mean())
-    return now >= CEILING * highest and now - early > SAME * highest
+    constant = float(np.ptp(series.values)) <= SAME and len(logged_spread(run)) > 0
+    if highest <= 1 and now > (SURE_CEILING if constant else SOLVED) and (series.steps[0] > 1 or not constant):
+        return True
+    early, lowest = float(series.values[: max(len(series.values) // 4, 1)].mean()), float(series.values.min())
+    return now > 0 and highest - now <= (1 - CEILING) * (highest - lowest) and now - early > SAME * max(highest, 1.0)
 
 
 @finding("reward_gain", "| nothing stopped_low little much", needs=(REWARD, REWARD_MAX))
@@ -219,32 +221,30 @@ def reward_gain(run: Readings) -> Seen:
 
 @finding(
     "validation_fell",
-    "fell lower | rose holds",
+    "fell | rose holds",
     check="answers of the validation now and at its best; whether training rewards what it does not count",
 )
 def validation_fell(run: Readings) -> Seen:
     """The score of a validation set is far below its best. Of a set whose mean is logged, the best of n answers and
-    the majority's do not count: they scatter far more. Two scores show a loss, and no fall."""
+    the majority's do not count: they scatter far more."""
     known = ((name, quantity_of(name)) for name in run.names())
     names = [name for name, quantity in known if quantity is not None and quantity.name == VALIDATION]
     means = {name.rpartition("/")[0] for name in names if "/mean@" in name}
     names = [name for name in names if not (OF_SEVERAL.search(name) and OF_SEVERAL.split(name)[0] in means)]
-    scores = {name: series for name in names if len((series := run.need(name)).steps) >= 2}
-    found: dict[str, list[tuple[float, str, int | None]]] = {"fell": [], "rose": [], "lower": []}
+    scores = {name: series for name in names if len((series := run.need(name)).steps) >= 3}
+    falls, rises = [], []
     for name, series in scores.items():
         values, at = series.values, int(series.values.argmax())
         best, now = float(values[at]), float(values[-2:].mean() if len(values) - at > 2 else values[-1])
-        noise = statistics.difference_noise(values) if len(values) > 2 else 0.0
-        least = max(0.15 * abs(best), SURE * noise)
+        least = max(0.15 * abs(best), SURE * statistics.difference_noise(values))
         if best - now > least and best > 0:
             peak = int(series.steps[at])
-            text = f"{name} was best in step {peak}, at {best:.3g}, and is {now:.3g} now"
-            found["fell" if len(values) > 2 else "lower"].append((best - now, text, peak))
-        elif now - values[0] > least and len(values) > 2:
-            found["rose"].append((now - values[0], f"{name} rose from {values[0]:.3g} to {now:.3g}", None))
-    for level, scores_moved in found.items():
-        if scores_moved:
-            _, text, step = max(scores_moved, key=lambda each: each[0])
+            falls.append((best - now, f"{name} was best in step {peak}, at {best:.3g}, and is {now:.3g} now", peak))
+        elif now - values[0] > least:
+            rises.append((now - values[0], f"{name} rose from {values[0]:.3g} to {now:.3g}", None))
+    for level, found in (("fell", falls), ("rose", rises)):
+        if found:
+            _, text, step = max(found)
             return level, text, step
     return ("holds", "the validation holds") if scores else None
 
@@ -377,9 +377,11 @@ def group_size(run: Readings) -> Seen:
     check="what divides the advantages: the deviation of a group of nearly equal rewards is nearly 0",
 )
 def advantages(run: Readings) -> Seen:
-    """All advantages are 0, or one is larger than a group can have: of n answers, at most sqrt(n - 1)."""
-    most = require_logged(run.late(ADVANTAGE_MAX))
-    level = "zero" if most < SAME else "huge" if most > LARGEST_ADVANTAGE else "some"
+    """All advantages are 0, or one is larger than the rewards spread, and than a group can have after division by its
+    deviation: of n answers, at most sqrt(n - 1)."""
+    most, bounds = require_logged(run.late(ADVANTAGE_MAX)), (run.values(REWARD_MAX), run.values(REWARD_MIN))
+    spread = float(bounds[0].max() - bounds[1].min()) if all(each.size for each in bounds) else 0.0
+    level = "zero" if most < SAME else "huge" if most > max(LARGEST_ADVANTAGE, spread) else "some"
     return level, f"the largest advantage is {most:.2g}"
 
 

@@ -40,6 +40,9 @@ STEPS_NAME = re.compile(r"(?i)(?:^|[\W_])(?:step|iteration)s?(?=$|[\W\d_])")  # 
 # What may stand beside a step: its name, the beginning of a range, a remark in parentheses.
 BESIDE_STEP = re.compile(r"(?i)^(?:global[ _]?)?steps?\s*(?=\d)|^\d+\s?[-\u2013\u2014]\s?(?=\d)|(?<=\d)\s+\([^()]*\)$")
 FEWEST_EVEN = 5  # steps of a column without such a word, at equal distances: a sweep has fewer, or doubles
+OF_RUNS = re.compile(
+    r"(?i)seed|run|rank|gpu|node|layer|head|expert|prompt|sample|fold|^\W*(?:k|n|#|id|no)\W*$"
+)  # counts of other things
 DEEPEST = 4  # levels of a JSON document
 MOST_CELLS = 500
 EDGE, PAD = rb"[|\t,;]|\xe2\x94[\x82\x83]|\xe2\x95\x91", rb"[ *`]{0,40}"  # a bound, so that blanks take linear time
@@ -115,7 +118,7 @@ def _are_steps_of_a_run(name: str, rows: Sequence[Sequence[str]]) -> bool:
     if not steps or None in steps or min(distances, default=1) <= 0:
         return False
     by_word = STEPS_NAME.search(name) is not None or all(STEPS_NAME.search(row[0]) for row in rows)
-    return by_word or (len(distances) == 1 and len(steps) >= FEWEST_EVEN)
+    return by_word or (len(distances) == 1 and len(steps) >= FEWEST_EVEN and not OF_RUNS.search(name))
 
 
 @register_format(

@@ -45,7 +45,10 @@ ANNOUNCED = re.compile(
     r"|(?:failed|error)\b.{0,300}\b[A-Z]\w*(?:Error|Exception): )"
 )
 # A line that may report the root of an error below it, and one that reports less.
-FAILURE = re.compile(r"\b(?:died|killed|crashed|failed)\b|\w(?:Error|Exception): ")
+# A failure as a logger, Ray or an exception reports it; prose and counts of failures have the same words.
+FAILURE = re.compile(
+    r"\b(?:ERROR|CRITICAL|FATAL)\b|^\W*[\w.]*(?:Error|Exception)\b: |\b[Ww]orkers?\b.{0,80}\b(?:died|killed|crashed)\b"
+)
 HARMLESS = re.compile(r"\b(?:INFO|DEBUG|WARN\w*)\b|\w*Warning\b|(?i:retry|fall\w* ?back)|Error executing job")
 OUTSIDE, OWN, STUCK, FOLLOWS = 3, 2, 1, 0  # ranks: an earlier one is the root of a later one
 # The names that shell, Slurm, Python and OpenMPI give to the signals that end a process, and their numbers.
@@ -99,8 +102,7 @@ FOLLOWING = re.compile(
     r"|.*(?:Connection (?:closed|reset) by peer|NCCL communicator was)"
 )
 FINISHED = re.compile(
-    rf"inal validation metrics|Training Progress: 100%|{SUMMARY}['\"]:|arly stopping (?:at|after)"
-    r"|raining (?:complete|done)"
+    rf"inal validation metrics|Training Progress: 100%|{SUMMARY}['\"]:|arly stopping (?:at|after) (?:step|epoch|iter)"
 )
 HANDLED = 2  # times that a process, or the whole run, went on after an error which it handles
 WORKERS = "(workers)"  # any of them: of a line that several have, Ray prints one, so errors are also known by place
@@ -392,7 +394,9 @@ class Search:
             if above is None or CHAIN.match(said) or NESTED in said:
                 continue
             if above.rank > FOLLOWS or WORDLESS.match(root.what):
-                return replace(above, what=f"{above.what}, before {root.said}", phase=root.phase, at=root.at)
+                return replace(
+                    above, what=f"{above.what.rstrip('.')}, before {root.said}", phase=root.phase, at=root.at
+                )
         return root
 
     def _waiting(self) -> str:
