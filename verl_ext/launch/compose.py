@@ -18,7 +18,7 @@ from verl_ext.base.names import OUR_GROUPS
 from verl_ext.features.losses import LOSS, own_settings
 from verl_ext.features.stability import default_node
 from verl_ext.features.verl_config import FSDP_REPLAY
-from verl_ext.launch.names import GROUPS, unknown_name
+from verl_ext.launch.names import FREE, GROUPS, unknown_name
 from verl_ext.launch.packages import module_file, package_folder
 
 CONFIG_MODULE = "verl_ext.configs"
@@ -101,8 +101,8 @@ def prepare(arguments: Sequence[str]) -> list[str]:
 
 
 def _settings_of(group: str, choice: str) -> Iterator[str]:
-    """Yields the settings of verl's own in a file of our groups, and in those that it begins with; none if there is no
-    such file."""
+    """Yields the arguments of other code, which verl's configs do not list, in a file of our groups and those that it
+    begins with; none if there is no such file."""
     file = files(CONFIG_MODULE) / group / f"{choice[:LONGEST_NAME]}.yaml"
     if group not in (*OUR_GROUPS, COMMON) or not file.is_file():
         return
@@ -113,7 +113,7 @@ def _settings_of(group: str, choice: str) -> Iterator[str]:
     for name, node in nodes:  # grows
         if isinstance(node, dict):
             nodes += [(f"{name}.{key}", value) for key, value in node.items()]
-        elif "." in name:
+        elif any(FREE.fullmatch(part) for part in name.split(".")):
             yield name
 
 

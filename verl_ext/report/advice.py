@@ -145,7 +145,8 @@ def next_steps(
 def _all_steps(
     run: Run, found: Judgement, state: str, question: OpenQuestion | None, settle: Settling | None
 ) -> Iterator[NextStep]:
-    if found.learning.state == "dead" and found.first is not None and found.first.cause.about == "learning":
+    dead = found.learning.state == "dead" and run.end is None
+    if dead and found.first is not None and found.first.cause.about == "learning":
         yield NextStep(f"check {found.first.cause.check}", found.first.cause.title, in_words=True)
     remedies = [_unrefused(run, found, step) for step in _remedies(run, found, state) if not is_on(run, step.do)]
     if _is_lost(found):

@@ -162,14 +162,15 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def _check_out(arguments: argparse.Namespace) -> None:
-    """Raises ReportError if the page could not be written: after the report, an error would be read last."""
+    """Raises ReportError if the page could not be written: after the report, an error would be read last. A watch tries
+    again each time."""
     from verl_ext.report.run import ReportError
 
-    if arguments.no_page:
+    if arguments.no_page or getattr(arguments, "watch", None):
         return
     try:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=arguments.out) as file:
+        there = next(place for place in (arguments.out, *arguments.out.absolute().parents) if place.exists())
+        with tempfile.TemporaryFile(dir=there) as file:
             file.write(b" ")
     except OSError as error:
         reason = error.strerror or error

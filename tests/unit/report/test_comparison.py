@@ -244,7 +244,7 @@ def test_the_table_fits_a_hundred_columns_uncut(count, encoding):
     text = printed(ComparisonTable(compare_runs(runs)), 100, encoding)
     assert max(map(len, text.splitlines())) <= 100 and "…" not in text
     flat = "".join(text.split())
-    for part in ("router/any_layer_", "+0.", "worse", "better", "gsm8k/acc/", "(Holm)", "prob_diff_"):
+    for part in ("router/any_layer_", "+0.", "worse", "better", "gsm8k/acc/", "Holm's", "prob_diff_"):
         assert part in flat
     for index in range(count):
         assert f"experiment_{index}" in flat or f"{index}_" in flat

@@ -450,7 +450,7 @@ ENDS = {
     "(raylet) A worker died or was killed while executing a task by an unexpected system error.\n"
     + "Traceback (most recent call last):\n  File \"x.py\", line 3, in go\n" + "    here(\n" * 9:
     "by a worker of Ray that died or was killed without a word, before a traceback whose last line is missing, in x.py",
-    "the server failed to bind its port\nTraceback (most recent call last):\n  File \"x.py\", line 3, in go\n":
+    "ERROR the server failed to bind its port\nTraceback (most recent call last):\n  File \"x.py\", line 3, in go\n":
     "by the server failed to bind its port, before a traceback",
     "INFO: 2 requests failed\nTraceback (most recent call last):\n  File \"x.py\", line 3, in go\n": "by a traceback",
     "/aten/Indexing.cu:1: indexSelect: block: [2,0,0], thread: [3,0,0] Assertion `a < b` failed.\n" + "more\n" * 9:

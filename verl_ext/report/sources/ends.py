@@ -389,7 +389,7 @@ class Search:
         """Returns an error with the words of the nearest line above it that reports a failure, if one says more."""
         for line in reversed(self._lines[max(root.at - LINES_ABOVE, 0) : root.at]):
             said = split_front(text := plain(line[:LONGEST]))[1]
-            fails = FAILURE.search(said) and not HARMLESS.search(text)
+            fails = (FAILURE.search(said) or FAILURE.search(text)) and not HARMLESS.search(text)
             above = _error_of(said.strip()) or (Error(_cut_short(said), OWN) if fails else None)
             if above is None or CHAIN.match(said) or NESTED in said:
                 continue
