@@ -73,9 +73,13 @@ def _is_leaf(config: DictConfig, name: str) -> bool:
 
 
 def node_names(config: DictConfig) -> set[str]:
-    below = (node for name in config if isinstance(node := value_of(config, str(name)), DictConfig))
-    names = {str(name) for name in config if isinstance(value_of(config, str(name)), DictConfig)}
-    return names.union(*map(node_names, below))
+    """Returns the names of all nodes of a config."""
+    nodes, names = [OmegaConf.to_container(config)], set[str]()
+    for node in nodes:  # grows
+        below = {str(name): value for name, value in node.items() if isinstance(value, dict)}
+        names |= below.keys()
+        nodes += below.values()
+    return names
 
 
 @cache
