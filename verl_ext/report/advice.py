@@ -147,7 +147,7 @@ def _all_steps(
 ) -> Iterator[NextStep]:
     dead = found.learning.state == "dead" and run.end is None
     if dead and found.first is not None and found.first.cause.about == "learning":
-        yield NextStep(f"check {found.first.cause.check}", found.first.cause.title, in_words=True)
+        yield _step_for(run, found.first.cause)
     remedies = [_unrefused(run, found, step) for step in _remedies(run, found, state) if not is_on(run, step.do)]
     if _is_lost(found):
         if remedies and remedies[0].is_command:  # what is broken is broken after a restart too

@@ -25,7 +25,7 @@ TRANSLATED |= {"Processus arrêté": 9, "Erreur de segmentation": 11, "Violació
 SIGNS = re.compile(
     rb"Traceback|Error|Exception|Interrupt|[Kk]illed|KILL|CANCELLED|oom|OOM|fault|Bus error|[Ee]xit|Watchdog|Abort|SIG"
     + b"".join(b"|" + word.encode() for word in TRANSLATED)
-    + rb"|arly stopp|raining (?:complete|done)"
+    + rb"|arly stopp"
     rb"|Terminated|Signal|what\(\):|TERM_|evicted|Evicted|low on|Illegal instr|inal validation|it/s|s/it"
     rb"|File \"|atal error|method '|Assertion|watchdog|c10d|NCCL WARN|TCPStore|ibv|mlx5|ProcessGroup"
 )
@@ -44,8 +44,8 @@ ANNOUNCED = re.compile(
     r".*\b(?:encountered a fatal error|[Ff]atal error in \w+|method '\w+' failed"
     r"|(?:failed|error)\b.{0,300}\b[A-Z]\w*(?:Error|Exception): )"
 )
-# A line that may report the root of an error below it, and one that reports less.
-# A failure as a logger, Ray or an exception reports it; prose and counts of failures have the same words.
+# A failure as a logger, Ray or an exception reports it, which may be the root of an error below it; prose and counts of
+# failures have the same words. And lines that report less.
 FAILURE = re.compile(
     r"\b(?:ERROR|CRITICAL|FATAL)\b|^\W*[\w.]*(?:Error|Exception)\b: |\b[Ww]orkers?\b.{0,80}\b(?:died|killed|crashed)\b"
 )
