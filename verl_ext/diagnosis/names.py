@@ -96,14 +96,14 @@ class Alias:
         return "*" in self.name or "{" in self.name
 
     @cached_property
-    def _patterns(self) -> tuple[re.Pattern[str], ...]:
-        """The name's pattern, and those of its exceptions; families are written as those of our own metrics."""
-        return tuple(Metric(normal(each), "").pattern for each in (self.name, *self.exceptions))
+    def _names(self) -> tuple[Metric, ...]:
+        """The name, and its exceptions; families are written as those of our own metrics."""
+        return tuple(Metric(normal(each), "") for each in (self.name, *self.exceptions))
 
     def matches(self, logged_name: str) -> bool:
         """Returns True if a run that logged this name logged the quantity."""
-        found, *excepted = (pattern.fullmatch(normal(logged_name)) is not None for pattern in self._patterns)
-        return found and not any(excepted)
+        ours, *exceptions = self._names
+        return ours.has(name := normal(logged_name)) and not any(each.has(name) for each in exceptions)
 
     def can_be(self, values: Any) -> bool:
         """Returns True if logged values can be values of the quantity: their median is within its range."""

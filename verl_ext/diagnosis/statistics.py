@@ -372,9 +372,11 @@ def largest_jump(heights: np.ndarray, times: float, floor: float) -> int | None:
     jumps: dict[int, float] = {}  # index -> times the readings before
     for i in possible.tolist():
         before, now = heights[max(i - JUMP_BEFORE, 0) : i], float(after[i].min())
-        usual = max(float(np.median(before)), FLOOR)
         asked = times if len(before) >= JUMP_LASTS else SURE_JUMP * times
-        if now > max(before.max(), asked * usual, floor, asked**0.5 * float(before[-1])):  # no ramp over many readings
+        if now <= max(before.max(), floor, asked**0.5 * float(before[-1])):  # the last: no ramp over many readings
+            continue
+        usual = max(float(np.median(before)), FLOOR)  # the slowest part comes last
+        if now > asked * usual:
             jumps[i] = now / usual
     return max(jumps, key=jumps.__getitem__, default=None)
 

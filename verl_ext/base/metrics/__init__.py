@@ -21,7 +21,7 @@ OURS = tuple(prefix for prefix in _PREFIXES if prefix != "actor/")
 @lru_cache(maxsize=4096)
 def find(name: str) -> Metric | None:
     """Returns the metric of this name, or the first family that has it; None if there is none."""
-    return METRICS.get(name) or next((each for each in METRICS.values() if each.pattern.fullmatch(name)), None)
+    return METRICS.get(name) or next((each for each in METRICS.values() if each.has(name)), None)
 
 
 def comes_late(name: str) -> bool:

@@ -41,9 +41,17 @@ class Metric:
     finite: bool = False
     label: str = ""
 
+    def has(self, name: str) -> bool:
+        """Returns True for the name of the metric, or of a member of the family."""
+        # Few names begin as the family does, so that few patterns are ever compiled.
+        return name.startswith(self._beginning) and self._pattern.fullmatch(name) is not None
+
     @cached_property
-    def pattern(self) -> re.Pattern[str]:
-        """Matches the names of the family in full."""
+    def _beginning(self) -> str:
+        return re.split(r"[*{]", self.name, maxsplit=1)[0]
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
         text = re.escape(self.name).replace(r"\*\*", ".*").replace(r"\*", "[^/]+")
         return re.compile(re.sub(r"\\\{(.+?)\\\}", lambda found: f"({found[1].replace(',', '|')})", text), re.DOTALL)
 
