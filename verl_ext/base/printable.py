@@ -88,11 +88,12 @@ def wrap_name(name: str, width: int) -> str:
     return "\n".join([*lines, name])
 
 
-def wrapped(text: str, width: int) -> str:
-    """Breaks a text into lines of at most `width`, indented like the first; a longer word is broken as a name."""
+def wrapped(text: str, width: int, *, whole: bool = False) -> str:
+    """Breaks a text into lines of at most `width`, indented like the first; a longer word is broken as a name, or left
+    whole."""
     indent, lines = text[: len(text) - len(text.lstrip())], [""]
     for word in text.split():
-        first, *rest = wrap_name(word, width - len(indent)).split("\n")
+        first, *rest = [word] if whole else wrap_name(word, width - len(indent)).split("\n")
         if lines[-1] and len(indent + lines[-1]) + len(first) >= width:
             lines.append("")
         lines[-1] += f" {first}" if lines[-1] else first
@@ -101,8 +102,9 @@ def wrapped(text: str, width: int) -> str:
 
 
 def print_text(console: "Console", text: str) -> None:
-    """Prints a paragraph: wrapped in a terminal, elsewhere as one line."""
-    console.print(wrapped(text, console.width) if console.is_terminal else text, markup=False, soft_wrap=True)
+    """Prints a paragraph: wrapped in a terminal, elsewhere as one line. Words stay whole: an override is copied."""
+    said = wrapped(text, console.width, whole=True) if console.is_terminal else text
+    console.print(said, markup=False, soft_wrap=True)
 
 
 def number_table(*columns: str, labels: int = 1, title: str | None = None) -> "Table":

@@ -410,7 +410,7 @@ def check(name: str, needs: str = "", after: Iterable[str] = ()) -> Callable[[Ch
 
 def run_checks(context: Context, names: Iterable[str] = ()) -> list[Problem]:
     """Returns the findings of these checks in this order; without names, of all checks in the order of registration."""
-    return [found for name in names or CHECKS for found in findings_of(name, context)]
+    return [_at_its_entry(found, context) for name in names or CHECKS for found in findings_of(name, context)]
 
 
 def findings_of(name: str, context: Context) -> list[Problem]:
@@ -425,8 +425,7 @@ def findings_of(name: str, context: Context) -> list[Problem]:
 
 
 def _as_far_as_known(found: Problem, context: Context) -> Problem:
-    """Returns the finding, as a note if its rule has read a setting whose value is not known. What stops main_ppo may
-    not stop another entry point, if it is not in the config."""
+    """Returns the finding, as a note if its rule has read a setting whose value is not known."""
     if found.unknown and found.level not in ("ok", "note"):
         said = f"the script's value of {', '.join(found.unknown)} is not known here, and verl's default was judged"
         return replace(found, level="note", why="; ".join(filter(None, (said, found.why))), fix=())
@@ -434,7 +433,13 @@ def _as_far_as_known(found: Problem, context: Context) -> Problem:
     if found.fix and (lost := sorted(context.launch.lost.keys() & {*named})):
         why = f"{found.why}; {', '.join(lost)} of the script {'does' if len(lost) == 1 else 'do'} not arrive"
         found = replace(found, why=why, fix=())
-    of_verl = ("config", "verl's settings", "verl's validation")
+    return found
+
+
+def _at_its_entry(found: Problem, context: Context) -> Problem:
+    """Returns the finding, as a warning if it would stop main_ppo, is not in the config, and the launch has another
+    entry point. Checks that rely on one another know nothing of this: the error hides the same findings."""
+    of_verl = ("config", "verl's settings")
     if context.entry and found.level == "error" and found.check not in of_verl:
         return replace(found, level="warning", why=f"it would stop main_ppo; {found.why}", fix=())
     return found

@@ -171,8 +171,13 @@ def print_mended(
             print_text(console, f"     for {finding.check}: {printable(finding.found, most=None)}")
     for said in how_to_apply([one for one in overrides if one not in deleted], given):
         print_text(console, f" {said}")
+    warnings = sum(finding.level == "warning" for finding in left)
+    beside = f"; warnings that are left: {warnings}" if warnings else ""
     print_text(
-        console, f" with them, {len(errors)} error(s) are left:" if errors else " with them, the launch has no error"
+        console,
+        f" with them, errors that are left: {len(errors)}"
+        if errors
+        else f" with them, the launch has no error{beside}",
     )
     for error in errors:
         print_text(console, f"   {error.check}: {printable(error.found, most=None)}")

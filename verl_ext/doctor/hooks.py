@@ -70,6 +70,7 @@ FOLDERS = ("actor", "critic", "engine", "optim", "profiler")  # folders of verl'
 WORKERS = ("model", "optim", "profiler", "engine", "actor", "ref", "rollout")  # and what its workers build
 OTHERS = 0.1  # the share of a node's names from which on verl hands the node to other code
 INDIVISIBLE = re.compile(r"real_train_batch_size \((\d+)\) must be divisible by minimal possible batch size \((\d+)\)")
+TOO_LARGE = re.compile(r"train_batch_size \((\d+)\) must be >= (actor|critic)\.ppo_mini_batch_size")
 TARGET_LINE = re.compile(r"^\s*_target_:\s*([\w.]+)", re.MULTILINE)
 
 BARE = ("verl", "verl.utils", "verl.utils.profiler", "verl.utils.qat")  # packages without their __init__
@@ -83,6 +84,7 @@ HOLLOW = {
     "vllm": (),
     (RANKS := "verl.workers.rollout.vllm_rollout.utils"): (),
 }
+UNDECIDED = ImportError("only the whole of verl can decide")
 CHECKS_RANK = "get_vllm_max_lora_rank"  # the one function of RANKS that `validate_config` calls
 ON_TOP = "verl_ext.workers.loss_config"  # our dataclass, which inherits from one of these
 KEPT = {"verl.utils.profiler": ("config", "ProfilerConfig"), "verl.utils.qat": ("core", "QATConfig")}
@@ -101,7 +103,7 @@ def config_composes(context: Context) -> Iterable[Problem]:
         yield note(f"{context.entry} is not verl's main_ppo", why)
         if context.entry.startswith("verl.") and context.config is not None and module_file(context.entry) is None:
             yield error(f"verl has no module {context.entry}", "the launch stops at it")
-    for problem in context.refused:
+    for problem in context.refused if "verl" in context.versions else ():  # else `packages` says why
         said = (stops,) if problem.level == "error" else ()
         yield replace(problem, why="; ".join(filter(None, (*said, problem.why))))
     of_overrides = (problem for text in context.overrides for problem in _override_problems(text, context))
@@ -237,13 +239,14 @@ def verls_settings(context: Context) -> Iterable[Problem]:
 @check("verl's validation", needs="can_be_fitted", after=("hooks", "names", "sizes", "verl's settings"))
 def verl_validation(context: Context) -> Iterable[Problem]:
     """Settings that verl's `validate_config` would refuse. A note: verl's check imports a package that is not installed
-    here, such as vLLM for a LoRA's rank.
+    here, and says nothing without it.
 
     Source: `validate_config` of verl/utils/config.py (0.9.1), called as `verl_ext.start.run` calls it. For a LoRA's
     rank it calls `get_vllm_max_lora_rank`, whose package does not import without vLLM.
     """
     config = _as_launched(context)
     roles = {"use_reference_policy": needs_reference(config), "use_critic": needs_critic(config)}
+    quick: Exception | None = UNDECIDED
     try:
         if not context.trust:
             built = built_settings(config)
@@ -253,26 +256,32 @@ def verl_validation(context: Context) -> Iterable[Problem]:
                 OmegaConf.update(config, path, values, merge=False)
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # it prints that it passes
             warnings.simplefilter("ignore")  # its advice
-            if context.trust or not passes_quickly(config, **roles):  # the run's own classes need all of verl
+            if not context.trust:  # the run's own classes need all of verl
+                quick = refused_quickly(config, **roles)
+            if quick is not None:
                 importlib.import_module("verl_ext.plugins.verl")  # before verl, as `verl_ext.main_ppo` does
                 importlib.import_module("verl.utils.config").validate_config(config, **roles)
     except Exception as failure:  # assertions, ValueErrors and Hydra's wrapping of both
-        said = reason_of(failure)
         if isinstance(failure, PackageNotFoundError) or (isinstance(failure, ImportError) and context.elsewhere):
-            why = f"validate_config imports a package that is not on this machine: {failure.name or said}"
-            yield note("verl's validate_config was not finished", why)
-        else:
-            why = "verl's own validation would stop the run with this error"
-            yield (warning if context.entry else error)(said, why, *_larger_batch(said, context))
+            if quick is None or not isinstance(quick.__cause__ or quick, (ValueError, AssertionError)):
+                what = getattr(failure, "name", "") or reason_of(failure)
+                why = f"validate_config imports a package that is not on this machine: {what}"
+                yield note("verl's validate_config was not finished", why)
+                return
+            failure = quick
+        said, why = reason_of(failure), "verl's own validation would stop the run with this error"
+        yield error(said, why, *_fitting_batch(said, context))
         return
     yield ok("verl's validate_config passes")
 
 
-def _larger_batch(said: str, context: Context) -> Iterator[str]:
-    """Yields the batch size that fixes an error of verl's validation, if its message has the numbers."""
+def _fitting_batch(said: str, context: Context) -> Iterator[str]:
+    """Yields the size that fixes an error of verl's validation, if its message has the numbers."""
     if found := INDIVISIBLE.search(said):
         batch, least = map(int, found.groups())
         yield f"data.train_batch_size={math.lcm(batch, least) // context.get(f'{ROLLOUT}.n', 1)}"
+    elif found := TOO_LARGE.search(said):
+        yield f"{ACTOR if found[2] == 'actor' else 'critic'}.ppo_mini_batch_size={found[1]}"
 
 
 def _unknown_settings(context: Context) -> Iterator[str]:
@@ -393,24 +402,24 @@ def settings_classes(folders: Iterable[str] = FOLDERS) -> set[str]:
     return {*verls, losses.TARGET}
 
 
-def passes_quickly(config: Any, **roles: bool) -> bool:
-    """Returns True if verl's `validate_config` accepts a config, without the cost of `import verl`.
+def refused_quickly(config: Any, **roles: bool) -> Exception | None:
+    """Returns None if verl's `validate_config` accepts a config, else its error, without the cost of `import verl`.
 
     verl's settings classes are plain dataclasses, which `validate_config` builds and checks. Their packages import
     torch, tensordict, transformers and Ray, which no check of a setting needs. The modules of the settings are
     therefore imported without these, and removed from `sys.modules` afterwards.
 
-    True is final. False can also mean that only the whole of verl can decide, or that verl is already imported.
+    None is final. An error can also mean that only the whole of verl can decide; UNDECIDED that verl is imported.
     """
     if "verl" in sys.modules:
-        return False
+        return UNDECIDED
     try:
         with _settings_alone():
             importlib.import_module("verl.workers.config")
             importlib.import_module("verl.utils.config").validate_config(config, **roles)
-    except Exception:  # verl refuses the config, or needs something that was left out: the whole of verl decides
-        return False
-    return True
+    except Exception as failure:  # verl refuses the config, or needs something that was left out
+        return failure
+    return None
 
 
 def _as_launched(context: Context) -> DictConfig:

@@ -9,6 +9,7 @@ from verl_ext.base.errors import Problem
 from verl_ext.base.needs import written_for_others
 from verl_ext.doctor.checks import PLUGIN_GROUPS, Context, check, error, note, ok, warning
 from verl_ext.features.verl_config import MODEL
+from verl_ext.launch.command_line import NO_VERL
 from verl_ext.launch.files import data_problems, file_problems, missing_files
 from verl_ext.launch.packages import (
     ANY_VERSION,
@@ -41,6 +42,10 @@ def packages(context: Context) -> Iterable[Problem]:
     Source: setup.py and requirements/cpu.in of this repository; for flash-attn, the assertion in
     `logprobs_from_logits_flash_attn`, verl/utils/torch_functional.py (0.9.1).
     """
+    if "verl" not in context.versions:
+        yield from _package("python", context.versions.get("python"), error)
+        yield error("verl is not installed", f"{NO_VERL}; to train, see docs/install.md")
+        return
     level = {"python": error, "verl": error}  # our hooks are in verl's internals
     if context.config is not None and not context.elsewhere:
         level |= dict.fromkeys(unsupported(context.config, context.versions.get), error)
@@ -178,6 +183,8 @@ def plugin_entry_points(context: Context) -> Iterable[Problem]:
     """
     for group in PLUGIN_GROUPS:
         engine, variable = group.split(".")[0], POLICIES[group]
+        if not {engine, f"{engine}-cpu"} & {*context.versions}:
+            continue
         if engine == "vllm" and context.engine and not context.with_vllm:
             continue
         if PLUGIN not in context.plugins.get(group, ()):
@@ -216,8 +223,8 @@ def upstream(context: Context) -> Iterable[Problem]:
         )
         found = f"{distribution} {context.versions[distribution]}"
         yield warning(f"{found}, but these changes are for {wanted}: {', '.join(names)}", why)
-    if not unfit:
-        count = sum(name in context.versions for change in changes for name in change.versions)
+    count = sum(name in context.versions for change in changes for name in change.versions)
+    if count and not unfit:
         yield ok(f"the {count} changes to upstream code were written for the installed versions")
 
 

@@ -45,7 +45,7 @@ def sizes(context: Context) -> Iterable[Problem]:
         return
     own = [*_batches(context), *_too_large(context), *_whole_tensors(context)]
     yield from own
-    if not own:
+    if not own and not _refused_by_verl(context):
         beside = "" if shape else "; the model's shape is not known, and was left out"
         yield ok(f"batches, lengths and ranks fit each other{beside}")
 
@@ -57,7 +57,7 @@ def _batches(context: Context) -> Iterator[Problem]:
     number of answers of a whole one.
     """
     batch, mini = context.get("data.train_batch_size"), context.get(f"{ACTOR}.ppo_mini_batch_size")
-    if batch % mini:
+    if batch % mini and not _refused_by_verl(context):
         which = "last" if batch > mini else "only"
         why = f"the {which} one has {batch % mini} prompts and padding, and makes a whole optimizer step"
         found = f"data.train_batch_size={batch} is no multiple of ppo_mini_batch_size={mini}"
@@ -70,6 +70,12 @@ def _batches(context: Context) -> Iterator[Problem]:
         why = "an epoch has no whole batch, and the trainer ends with a division by zero"
         found = f"data.train_max_samples={samples}, data.train_batch_size={batch}"
         yield error(found, why, "data.train_max_samples=-1")
+
+
+def _refused_by_verl(context: Context) -> bool:
+    """Returns True for a batch below a mini-batch, if `verl's validation` refuses it (`ActorConfig.validate`)."""
+    below = context.get("data.train_batch_size") < context.get(f"{ACTOR}.ppo_mini_batch_size")
+    return below and not context.get(f"{ACTOR}.use_dynamic_bsz")
 
 
 def _too_large(context: Context) -> Iterator[Problem]:

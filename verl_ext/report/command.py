@@ -195,7 +195,7 @@ def run_report(arguments: argparse.Namespace) -> int:
         print(json.dumps(verdict.as_json(run), indent=1))
         return 0
     _check_out(arguments)
-    console.print(Dashboard(run, verdict))
+    console.print(Dashboard(run, verdict), crop=False)  # a command is longer than a narrow terminal
     if not arguments.no_page:
         _write_pages(run, verdict, arguments, console)
     return 0

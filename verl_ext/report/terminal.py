@@ -171,15 +171,23 @@ def encodable(text: str, options: ConsoleOptions) -> str:
     return text.translate(ASCII).encode("ascii", "replace").decode() if options.ascii_only else text
 
 
-def indented(text: str, options: ConsoleOptions, style: str = "") -> Padding:
+def indented(text: str, options: ConsoleOptions, style: str = "") -> Padding | Text:
     """Returns a paragraph one column to the right, like the tables."""
+    if isinstance(text, Command):
+        return Text(f" {encodable(printable(text), options)}", style=style, no_wrap=True, overflow="ignore")
     return Padding(Text(encodable(printable(text, MOST_MESSAGE), options), style=style), (0, 0, 0, 1), expand=False)
 
 
-def continued(command: str, width: int) -> list[str]:
+class Command(str):
+    """A line that is copied: it may be longer than the terminal is wide, and is not broken within its words."""
+
+
+def continued(command: str, width: int, first: str = "") -> list[Command]:
     """Returns a command in lines of at most this width, if its words allow, as a shell continues them."""
-    lines = textwrap.wrap(command, max(width - 2, 1), break_long_words=False, break_on_hyphens=False)
-    return [*(f"{line} \\" for line in lines[:-1]), *lines[-1:]]
+    lines = textwrap.wrap(
+        command, max(width - 2, 1), initial_indent=first, break_long_words=False, break_on_hyphens=False
+    )
+    return [Command(line) for line in (*(f"{line} \\" for line in lines[:-1]), *lines[-1:])]
 
 
 @dataclass(frozen=True)
@@ -250,7 +258,7 @@ class Dashboard:
             yield "", ""
             yield f"{verdict.others_heading}:", "bold"
             for step in verdict.others:
-                lines = [] if step.in_words else continued(f"- {step.do}", width)
+                lines = [] if step.in_words else continued(step.do, width, "- ")
                 for line in [*lines, step.sentence] if len(lines) > 1 else [f"- {step.do}: {step.why}"]:
                     yield line, ""
         if facts := [fact for fact in verdict.other_facts if fact.text not in causes]:

@@ -67,7 +67,7 @@ def test_code_of_the_current_folder_is_found_with_trust_as_the_run_finds_it(doct
 
 def test_what_the_fixes_leave_is_named(doctor):
     _, out = doctor("stability.icepop.alpha=6", "+actor_rollout_ref.actor.no_such=true", "trainer.logger=[wanbd]")
-    fixes, _, left = out.partition("fixes findings")[2].partition("error(s) are left:")
+    fixes, _, left = out.partition("fixes findings")[2].partition("errors that are left: 2")
     assert "delete from the launch: actor_rollout_ref.actor.no_such\n" in fixes and "~" not in fixes
     assert "stability.icepop.alpha" in left and "wanbd" in left and "no_such" not in left
 
@@ -382,6 +382,11 @@ def test_another_entry_point_is_judged_as_far_as_verls_configs_tell(capsys):
     assert [one["check"] for one in found if one["level"] == "error"] == ["config"]
     verls = look("verl.experimental.fully_async_policy.fully_async_main", "async_training.require_batches=2")
     assert not any(one["level"] == "error" or "of its own" in one["found"] for one in verls)
+    sizeless = look(
+        "mine.train", "data.train_batch_size=64", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null"
+    )
+    (missing,) = (one for one in sizeless if "ppo_micro_batch" in one["found"] and one["level"] != "note")
+    assert (missing["check"], missing["level"], missing["fix"]) == ("sizes", "warning", [])
 
 
 @pytest.mark.parametrize(

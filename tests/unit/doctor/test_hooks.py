@@ -19,9 +19,10 @@ from transformers import LlamaConfig
 from recipes.make_assets import build_tokenizer
 from verl_ext.base.errors import Problem, errors_of
 from verl_ext.cli import main
+from verl_ext.doctor import hooks
 from verl_ext.doctor.checks import CHECKS, Context, run_checks
 from verl_ext.doctor.command import print_findings
-from verl_ext.doctor.hooks import built_settings, fit_presets, passes_quickly, settings_classes, unknown_targets
+from verl_ext.doctor.hooks import built_settings, fit_presets, refused_quickly, settings_classes, unknown_targets
 from verl_ext.features.losses import TARGET
 from verl_ext.features.verl_config import needs_critic, needs_reference
 from verl_ext.launch.gpus import named
@@ -180,6 +181,25 @@ def test_a_lora_is_not_refused_where_vllm_is_not_installed(findings, monkeypatch
     assert levels(findings("verl's validation", **fields)) == {"ok"}
 
 
+def test_without_ray_the_settings_classes_alone_decide(findings, monkeypatch):
+    """As in an environment that has verl's files and none of its packages."""
+    batch, mini = "data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=32"
+    (whole,) = findings("verl's validation", batch, mini)
+    said = ValueError(whole.found)
+
+    def no_ray(*args, **kwargs):
+        raise ModuleNotFoundError("No module named 'ray'", name="ray")
+
+    monkeypatch.setattr("verl.utils.config.validate_config", no_ray)
+    elsewhere = {"gpu": named("H100"), "other_machine": True}
+    monkeypatch.setattr(hooks, "refused_quickly", lambda config, **roles: said)
+    (found,) = findings("verl's validation", batch, mini, **elsewhere)
+    assert (found.level, found.fix) == ("error", ("actor_rollout_ref.actor.ppo_mini_batch_size=16",))
+    assert (found.found, found.fix) == (whole.found, whole.fix)
+    monkeypatch.setattr(hooks, "refused_quickly", lambda config, **roles: AttributeError("of a hollow module"))
+    assert levels(findings("verl's validation", batch, mini, **elsewhere)) == {"note"}
+
+
 def test_megatron_with_the_settings_of_fsdp(findings):
     megatron, size = "actor_rollout_ref.actor.strategy=megatron", "megatron.tensor_model_parallel_size"
     (finding,) = findings("verl's settings", megatron)
@@ -231,13 +251,13 @@ CASES = [
 ]
 CODE = """
 import json, pickle, sys
-from verl_ext.doctor.hooks import passes_quickly
+from verl_ext.doctor.hooks import refused_quickly
 from verl_ext.features.verl_config import needs_critic, needs_reference
 said = []
 for config in pickle.load(sys.stdin.buffer):
     config.critic.model = None  # as `built_settings` leaves it
     roles = {"use_reference_policy": needs_reference(config), "use_critic": needs_critic(config)}
-    said.append(passes_quickly(config, **roles))
+    said.append(refused_quickly(config, **roles) is None)
 left = [name for name in sys.modules if name.partition(".")[0] in ("verl", "torch", "transformers")]
 left += [name for name in sys.modules if name == "verl_ext.workers.loss_config"]
 print(json.dumps([said, left]))
@@ -270,7 +290,7 @@ def test_what_verl_says(compose, overrides, passes):
         assert not passes
     else:
         assert passes
-    assert not passes_quickly(config, **roles), "verl is imported here, and asked itself"
+    assert refused_quickly(config, **roles) is not None, "verl is imported here, and asked itself"
 
 
 CRITIC, MODEL = "critic", "actor_rollout_ref.model"

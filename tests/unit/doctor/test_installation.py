@@ -3,6 +3,7 @@
 import pytest
 
 from tests import ROOT
+from verl_ext.base.errors import Problem
 from verl_ext.launch.gpus import named
 
 CPU_RECIPES = sorted(file.stem for file in (ROOT / "configs" / "recipe").glob("cpu_*.yaml"))
@@ -56,6 +57,15 @@ def worst(found):
 def test_versions_outside_the_supported_range(installed, changed, expected):
     versions = {name: version for name, version in (VERSIONS | changed).items() if version is not None}
     assert worst(installed("packages", versions=versions)) == expected
+
+
+def test_without_verl_one_line_says_what_to_do(installed):
+    versions = {"python": "3.11.7"}
+    (error,) = (one for one in installed("packages", versions=versions) if one.level != "ok")
+    assert "pip install --no-deps verl" in error.why
+    refused = (Problem("No module named 'verl'"),)
+    for name in ("plugins", "upstream", "config"):
+        assert not installed(name, versions=versions, refused=refused), name
 
 
 ON_CPU = "trainer.device=cpu"
