@@ -182,7 +182,7 @@ def test_a_lora_is_not_refused_where_vllm_is_not_installed(findings, monkeypatch
 
 
 def test_without_ray_the_settings_classes_alone_decide(findings, monkeypatch):
-    """As in an environment that has verl's files and none of its packages."""
+    """An environment that has verl's files and none of its packages."""
     batch, mini = "data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=32"
     (whole,) = findings("verl's validation", batch, mini)
     said = ValueError(whole.found)
