@@ -1,18 +1,24 @@
 """The tables of docs/lab.md, from the lab's results in docs/lab.
 
-    python recipes/ablations/results.py                    write them into docs/lab.md
-    python recipes/ablations/results.py --keep .lab/stale  first add its results.json to docs/lab/stale.json
+    python -m recipes.ablations.results                    write them into docs/lab.md
+    python -m recipes.ablations.results --keep .lab/stale  first add its results.json to docs/lab/stale.json
 
---keep adds new variants, and does not change existing ones. The table between `<!-- lab/stale -->` and
-`<!-- end -->` is made from stale.json, the one after `<!-- ablations/stale -->` from a family in ablations.json
-(run.py), the one after `<!-- boundary/stale -->` from its family "boundary". The one after `<!-- forecast/all -->`
-shows how early the guard warned, in all of these runs and those of recipes/collapse.
+--keep adds new variants, and does not change existing ones. A table stands between two marks, such as
+`<!-- lab/stale -->` and `<!-- end -->`:
+
+lab/GRID          the whole grid that is kept in GRID.json
+ablations/FAMILY  the rewards of a family of run.py in ablations.json
+start/FAMILY      its metrics of the first steps
+boundary/stale    the family "boundary"
+along/answer      the gap along the answer, from along.json
+forecast/all      how early the guard warned, in the runs of whole grids and of recipes/collapse
+claims/all        claims.txt beside this file, with its figures
 """
 
 import argparse
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, median
@@ -27,9 +33,14 @@ HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "lab.md"
 KEPT = PAGE.parent / "lab"
 RECORDED = HERE.parent / "collapse" / "runs"
+STACK = "stack"  # in a claim: verl's own stack
 LOST = 0.1  # reward: what a run without a correction may lose against exact
 EARLY = 20  # steps ahead of a fall that a warning should come
-MARKS = re.compile(r"<!-- (lab|ablations|boundary|forecast)/([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
+MARKS = re.compile(
+    r"<!-- (lab|ablations|start|boundary|along|forecast|claims)/([\w-]+) -->\n.*?<!-- end -->", re.DOTALL
+)
+CLAIMS = HERE / "claims.txt"
+FIGURE = re.compile(r"\{([^{}]+)\}")  # of a claim: `{stale/icepop/final}`
 SOME = 0.005  # the smallest share of dropped tokens that the table shows
 HEAD = ("final reward", "against none", "collapsed", "ended early by the guard", "tokens dropped", "with k3")
 
@@ -39,34 +50,80 @@ Row = dict[str, Any]
 def with_tables(page: str) -> str:
     def written(mark: re.Match) -> str:
         kind, name = mark[1], mark[2]
-        if kind == "forecast":
-            return f"<!-- {kind}/{name} -->\n{forecasts()}\n<!-- end -->"
-        found = json.loads((KEPT / f"{name if kind == 'lab' else 'ablations'}.json").read_text(encoding="utf-8"))
-        if kind == "lab":
-            table = variants(found)
-        elif kind == "boundary":
-            table = boundaries([each for each in found if each["family"] == kind])
-        else:
-            table = ablations([each for each in found if each["family"] == name])
-        return f"<!-- {kind}/{name} -->\n{table}\n<!-- end -->"
+        family = [each for each in kept("ablations") if each["family"] == name]
+        tables: dict[str, Callable[[], str]] = {
+            "lab": lambda: variants(kept(name)),
+            "ablations": lambda: ablations(family),
+            "start": lambda: starts(family),
+            "boundary": lambda: boundaries([each for each in kept("ablations") if each["family"] == kind]),
+            "along": lambda: along(kept("along")),
+            "forecast": forecasts,
+            "claims": lambda: FIGURE.sub(lambda found: figure(found[1]), CLAIMS.read_text(encoding="utf-8").strip()),
+        }
+        return f"<!-- {kind}/{name} -->\n{tables[kind]()}\n<!-- end -->"
 
     return MARKS.sub(written, page)
 
 
-def keep(made: Path, kept: Path) -> None:
-    """Writes the results of a grid into `kept`, or adds the variants that it lacks.
+def kept(name: str) -> Any:
+    return json.loads((KEPT / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def figure(path: str) -> str:
+    """Returns the figure of a claim.
+
+    Args:
+        path: GRID/VARIANT/MEASURE of a whole grid or of `stack` (the runs of recipes/collapse with old weights), with
+            the measures `final`, `collapsed`, `dropped`, `dropped_with_k3`, `k3_start` and `over NAME` (the difference
+            of the final rewards, paired by seed); or FAMILY/CHANGED/VARIANT/final, or FAMILY/CHANGED/start/TITLE.
+    """
+    where, name, measure = path.split("/", 2)
+    if where != STACK and not (KEPT / f"{where}.json").exists():
+        (grid,) = (each for each in kept("ablations") if (each["family"], each["changed"]) == (where, name))
+        name, measure = measure.split("/", 1)
+        if name == "start":
+            return _small(grid["start"][measure])
+        return next(_ended(each) for each in grid["variants"] if each["name"] == name)
+    variants = _on_the_stack("stale") if where == STACK else map(_variant, kept(where)["variants"])
+    found = {each.name: each for each in variants}
+    variant = found[name]
+    if measure.startswith("over "):
+        difference = variant.difference_to(found[measure.removeprefix("over ")])
+        assert difference is not None, path
+        return difference.text("+.2f")
+    if measure == "collapsed":
+        return f"{len(variant.collapsed)} of {variant.known}"
+    mean = variant.mean(measure)
+    assert mean is not None, path
+    if measure == "dropped":
+        return f"{100 * mean.mean:.0f} %"
+    return f"{mean.mean:{ {'final': '.2f', 'dropped_with_k3': '+.2f', 'k3_start': '.1e'}[measure] }}"
+
+
+def _on_the_stack(regime: str) -> list[Variant]:
+    """Returns the runs of recipes/collapse, by arm."""
+    arms = sorted(folder for folder in (RECORDED / regime).iterdir() if folder.is_dir())
+    runs = {arm: {int(file.parent.name[4:]): file for file in sorted(arm.glob("seed*/metrics.jsonl"))} for arm in arms}
+    return [
+        Variant(arm.name, (), {seed: summarise(read_run(file)) for seed, file in files.items()})
+        for arm, files in runs.items()
+    ]
+
+
+def keep(made: Path, file: Path) -> None:
+    """Writes the results of a grid into `file`, or adds the variants that it lacks.
 
     Raises:
         ValueError: the grid has other seeds, steps or gaps than what is kept.
     """
     new = json.loads((made / RESULTS).read_text(encoding="utf-8"))
-    old = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {**new, "variants": []}
+    old = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {**new, "variants": []}
     about = {name: old[name] for name in ("regime", "steps", "seeds", "complete")}
     if (given := {name: new[name] for name in about}) != about:
-        raise ValueError(f"{made} has {given}, where {kept} has {about}")
+        raise ValueError(f"{made} has {given}, where {file} has {about}")
     found = {each["name"]: _variant(each) for each in (*new["variants"], *old["variants"])}
     every = list(found.values())
-    kept.write_text(results_text(Experiment(every).results(about)) + "\n", encoding="utf-8")
+    file.write_text(results_text(Experiment(every).results(about)) + "\n", encoding="utf-8")
 
 
 def _variant(found: Row) -> Variant:
@@ -103,6 +160,28 @@ def ablations(grids: list[Row]) -> str:
     for grid in grids:
         found = {variant["name"]: variant for variant in grid["variants"]}
         rows.append([grid["changed"], *(_ended(found[name]) for name in names)])
+    return _markdown(rows)
+
+
+def starts(grids: list[Row]) -> str:
+    """Returns a row for each grid, and a column for each metric that its runs keep of the first steps."""
+    rows = [["", *grids[0]["start"]]]
+    for grid in grids:
+        means = grid["start"].values()
+        rows.append([grid["changed"], *("" if mean is None else _small(mean) for mean in means)])
+    return _markdown(rows)
+
+
+def along(found: Row) -> str:
+    """Returns two rows for each step, the means of |log k| and of the share of experts that differ, and a column for
+    each stretch of the answer; means over the seeds."""
+    stretches = range(len(found["looks"][0]["log_k"]))
+    rows = [["step", "", *(f"{n * found['tokens']}-" for n in stretches)]]
+    for step in sorted({look["step"] for look in found["looks"]}):
+        looks = [look for look in found["looks"] if look["step"] == step]
+        for name, title, form in (("log_k", r"mean \|log k\|", ".3f"), ("differ", "experts that differ", ".1%")):
+            means = (fmean(look[name][n] for look in looks) for n in stretches)
+            rows.append([str(step), title, *(f"{mean:{form}}" for mean in means)])
     return _markdown(rows)
 
 
@@ -162,12 +241,11 @@ def forecasts() -> str:
 def _forecast_runs() -> Iterator[tuple[str, list[tuple[str, Row]]]]:
     """Yields a title and its runs, each with the variant's name and the summary."""
     for name, what in (("stale", "old weights"), ("quantized", "fp4 with the routers")):
-        found = json.loads((KEPT / f"{name}.json").read_text(encoding="utf-8"))
+        found = kept(name)
         runs = [(each["name"], run) for each in found["variants"] for run in each["runs"].values()]
         yield f"the lab, {what}", runs
     for name, what in (("stale", "old weights"), ("quantized", "fp4")):
-        files = sorted((RECORDED / name).glob("*/seed*/metrics.jsonl"))
-        runs = [(file.parts[-3], asdict(summarise(read_run(file)))) for file in files]
+        runs = [(arm.name, asdict(run)) for arm in _on_the_stack(name) for run in arm.runs.values()]
         yield f"verl's stack, {what}", runs
 
 
@@ -187,6 +265,10 @@ def _ended(variant: Row) -> str:
     early = sum(reward is None for reward in final)
     ended = f"{early} of {len(final)} ended early" if early else f"{sum(final) / len(final):.2f}"
     return ended + (f", {fallen} of {len(final)} collapsed" if fallen else "")
+
+
+def _small(mean: float) -> str:
+    return f"{mean:.1e}" if abs(mean) < 0.1 else f"{mean:.3f}"
 
 
 def _interval(found: Row | None) -> str:

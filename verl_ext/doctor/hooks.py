@@ -56,7 +56,7 @@ from verl_ext.features.verl_config import (
     needs_reference,
     refers_to_actor,
 )
-from verl_ext.launch.command_line import MEGATRON_SIZE
+from verl_ext.launch.command_line import MEGATRON_SIZE, NO_VERL
 from verl_ext.launch.files import CODE
 from verl_ext.launch.names import GROUPS, similar
 from verl_ext.launch.packages import module_file, package_folder, source
@@ -103,7 +103,9 @@ def config_composes(context: Context) -> Iterable[Problem]:
         yield note(f"{context.entry} is not verl's main_ppo", why)
         if context.entry.startswith("verl.") and context.config is not None and module_file(context.entry) is None:
             yield error(f"verl has no module {context.entry}", "the launch stops at it")
-    for problem in context.refused if "verl" in context.versions else ():  # else `packages` says why
+    for problem in context.refused:
+        if problem.why == NO_VERL:  # `packages` says it
+            continue
         said = (stops,) if problem.level == "error" else ()
         yield replace(problem, why="; ".join(filter(None, (*said, problem.why))))
     of_overrides = (problem for text in context.overrides for problem in _override_problems(text, context))

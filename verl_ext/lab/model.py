@@ -106,6 +106,7 @@ class Faults:
         positions_off: by how much the position ids of a response's tokens are too large.
         leaks: whether a response also attends to the sequence before it in the batch, as in packing without a mask.
         bits: significant bits of what a layer hands on, and of its keys, values and sums; 24 is float32.
+        head_bits: significant bits of the logits.
     """
 
     router_dtype: torch.dtype | None = None
@@ -113,6 +114,7 @@ class Faults:
     positions_off: int = 0
     leaks: bool = False
     bits: int = FLOAT32_BITS
+    head_bits: int = FLOAT32_BITS
 
 
 SOUND = Faults()
@@ -179,7 +181,8 @@ def forward(
         x = _with_bits(x, faults.bits)
     if cache:
         cache.length += tokens.shape[1]
-    return F.linear(_norm(x[:, -last:], weights["norm"]), weights[HEAD]).float(), routing
+    logits = F.linear(_norm(x[:, -last:], weights["norm"]), weights[HEAD]).float()
+    return _with_bits(logits, faults.head_bits), routing
 
 
 @dataclass(frozen=True)

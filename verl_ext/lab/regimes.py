@@ -259,16 +259,17 @@ def bf16(engine: RolloutEngine, history: History) -> RolloutEngine:
 @register_regime(
     "kernels",
     "kernels that round what a layer hands on, and that sum in another order",
-    {"bits": (lambda bits: 2 <= bits <= FLOAT32_BITS, f"must be from 2 to {FLOAT32_BITS}")},
+    {"bits": (lambda bits: 1 <= bits <= FLOAT32_BITS, f"must be from 1 to {FLOAT32_BITS}")},
 )
-def kernels(engine: RolloutEngine, history: History, *, bits: int = 8) -> RolloutEngine:
+def kernels(engine: RolloutEngine, history: History, *, bits: int = 8, head: bool = False) -> RolloutEngine:
     """The rollout rounds the residual stream, keys, values, the routers' logits, and attention's sums after each block
     of keys.
 
     Args:
         bits: significant bits that remain: 8 for bfloat16, 11 for float16, 24 for float32.
+        head: whether the logits are rounded too; false is a head in float32 (MiniMax-M1, arXiv 2506.13585).
     """
-    return replace(engine, faults=replace(engine.faults, bits=bits))
+    return replace(engine, faults=replace(engine.faults, bits=bits, head_bits=bits if head else FLOAT32_BITS))
 
 
 @register_regime(

@@ -131,7 +131,9 @@ def new_place(setting: str, config: DictConfig | None = None) -> str:
     if setting == OLD_REPLAY and config is not None:
         return verls_replay_setting(config)
     old = max((one for one in MOVED if setting == one or setting.startswith(f"{one}.")), key=len, default="")
-    place = MOVED[old] + setting.removeprefix(old) if old and MOVED[old] else ""
+    place, rest = MOVED.get(old, ""), setting.removeprefix(old)
+    if place and not place.endswith(rest):  # a value that became a node's: `reward_manager`, or its `name`
+        place += rest
     if config is None or not place or is_read(place, config):
         return place
     node, _, key = place.rpartition(".")

@@ -4,6 +4,7 @@ import pytest
 
 from tests import ROOT
 from verl_ext.base.errors import Problem
+from verl_ext.launch.command_line import NO_VERL
 from verl_ext.launch.gpus import named
 
 CPU_RECIPES = sorted(file.stem for file in (ROOT / "configs" / "recipe").glob("cpu_*.yaml"))
@@ -63,7 +64,7 @@ def test_without_verl_one_line_says_what_to_do(installed):
     versions = {"python": "3.11.7"}
     (error,) = (one for one in installed("packages", versions=versions) if one.level != "ok")
     assert "pip install --no-deps verl" in error.why
-    refused = (Problem("No module named 'verl'"),)
+    refused = (Problem("No module named 'verl'", NO_VERL),)
     for name in ("plugins", "upstream", "config"):
         assert not installed(name, versions=versions, refused=refused), name
 

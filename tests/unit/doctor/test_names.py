@@ -92,6 +92,7 @@ def test_what_verl_reads_with_a_plus_is_not_called_unread(told, override):
         ),
         ("async_training.partial_rollout=True", {"trainer.v1.trainer_mode=separate_async"}),
         ("rollout.nnodes=2", {f"++{ROLLOUT}.nnodes=2"}),
+        ("reward_model.reward_manager.name=dapo", {"++reward.reward_manager.name=dapo"}),
         (f"env.rollout.n=4 {ROLLOUT}.n=1", {f"++{ROLLOUT}.n=4"}),  # verl-agent's group, beside which n is 1
         ("reward_model.overlong_buffer.enable=True data.max_response_length=64", {f"++{OVERLONG}.enable=True"}),
     ],

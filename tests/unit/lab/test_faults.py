@@ -104,7 +104,7 @@ def test_a_routers_dtype_changes_near_ties_alone_and_a_bias_any_choice():
     assert biased < 0.9 < 0.98 < near <= 1
 
 
-@pytest.mark.parametrize("bits", [3, 8, 11, 23])
+@pytest.mark.parametrize("bits", [1, 3, 8, 11, 23])
 def test_kernels_keep_so_many_significant_bits(bits):
     x = torch.randn(1000, generator=torch.Generator().manual_seed(4)) * torch.logspace(-6, 6, 1000)
     fraction, exponent = x.double().frexp()

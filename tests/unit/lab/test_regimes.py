@@ -100,7 +100,7 @@ def test_names():
     ("name", "given", "said"),
     [
         ("stale", {"lag": -1}, "lab.stale.lag=-1 must be at least 0"),
-        ("kernels", {"bits": 1}, "lab.kernels.bits=1 must be from 2 to 24"),
+        ("kernels", {"bits": 0}, "lab.kernels.bits=0 must be from 1 to 24"),
         ("quantized", {"format": "fp2"}, "lab.quantized.format=fp2 is not known"),
         ("quantized", {"group": 0}, "lab.quantized.group=0 must be"),
         ("truncated", {"top_p": 0}, "lab.truncated.top_p=0 must be above 0"),

@@ -1,6 +1,8 @@
 """The tables of docs/lab.md are those of the results that are kept."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -37,8 +39,13 @@ def test_the_tables_of_results_are_those_of_the_files_beside():
         ("lab", "stale"),
         ("lab", "quantized"),
         ("lab", "kernels"),
+        ("lab", "candidates"),
+        ("lab", "means"),
         ("boundary", "stale"),
-        *(("ablations", grid["family"]) for grid in kept if grid["family"] != "boundary"),
+        ("along", "answer"),
+        ("claims", "all"),
+        *(("start", grid["family"]) for grid in kept if grid.get("start")),
+        *(("ablations", grid["family"]) for grid in kept if grid["family"] not in ("boundary", "depth", "top_p")),
     }
     assert {mark.groups() for mark in results.MARKS.finditer(page)} == expected
 
@@ -92,6 +99,36 @@ def test_an_ablation_says_what_the_guard_ended():
     kept = run.kept(run.ABLATIONS[0], made(variant("none", [0.2] * 4), Variant("guard", (), ENDED)))
     (row,) = columns(results.ablations([json.loads(json.dumps(kept))]))
     assert row["guard"] == "3 of 4 ended early, 1 of 4 collapsed" and row["none"] == "0.20"
+
+
+def test_the_candidates_run(tmp_path):
+    """In a process of its own, because they change the lab's learner."""
+    (each,) = (each for each in run.ABLATIONS if each.family == "candidates")
+    given = ["--steps", "2", "--seeds", "0", "--jobs", "1", "--no-page", "--out", str(tmp_path)]
+    small = ("lab.model.hidden=16", "lab.model.expert_hidden=8", "lab.task.digits=4", "data.max_response_length=6")
+    command = [sys.executable, "-m", "verl_ext.cli", *run.command(each)[1:], *given, *small, "lab.warm_up.reward=0.15"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    for name in ("ess_ones", "ess_seq", "drpo", "opsm"):
+        lines = (tmp_path / name / "seed0" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        metrics = json.loads(lines[-1])["data"]
+        assert ("actor/ess_share" in metrics) == name.startswith("ess")
+        assert 0 < metrics.get("actor/ess_share", 1) <= 1 and metrics["actor/grad_norm"] > 0
+
+
+def test_a_claim_has_the_figures_of_its_runs():
+    (grid,) = (
+        each for each in results.kept("ablations") if each["family"] == "truncated" and "known" in each["changed"]
+    )
+    (mis,) = (each for each in grid["variants"] if each["name"] == "mis")
+    mean = sum(mis["final"].values()) / len(mis["final"])
+    assert results.figure(f"truncated/{grid['changed']}/mis/final") == f"{mean:.2f}"
+    stale = {each["name"]: each["runs"] for each in results.kept("stale")["variants"]}
+    apart = [run["final"] - stale["tis"][seed]["final"] for seed, run in stale["mis"].items()]
+    assert results.figure("stale/mis/over tis").startswith(f"{sum(apart) / len(apart):+.2f} ±")
+    fallen = sum(run["collapsed"] is not None for run in stale["none"].values())
+    assert results.figure("stale/none/collapsed") == f"{fallen} of {len(stale['none'])}"
+    with pytest.raises((KeyError, StopIteration, ValueError)):
+        results.figure("stale/nothing/final")
 
 
 @pytest.mark.parametrize(
