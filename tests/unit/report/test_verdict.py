@@ -124,6 +124,15 @@ def test_a_stopped_run_says_so_first_and_then_both_states():
     assert verdict.sentence.count("k3 was 0.3") == 1 and "k3 was 0.3" not in verdict.alarm
 
 
+def test_a_correction_that_drops_a_few_tokens_asks_for_no_check():
+    def checks(name, value):
+        steps = judged({K3: QUIET, name: [value] * len(QUIET)}).steps
+        return [step for step in steps if RULES["correction_on"].check in step.do]
+
+    assert not checks("correction/dropped", 1e-4) and not checks("correction/weight_mean", 0.98)
+    assert len(checks("correction/weight_mean", 0.3)) == 1
+
+
 @pytest.mark.parametrize("folder", RUNS, ids=lambda folder: "/".join(folder.parts[-3:]))
 def test_every_recorded_run_has_the_state_and_the_cause_of_its_recipe(folder):
     regime, arm = folder.parts[-3:-1]

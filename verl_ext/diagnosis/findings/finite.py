@@ -132,7 +132,7 @@ def _earliest(steps: dict[str, int]) -> tuple[str, int]:
 
 @finding(
     "correction_on",
-    "on far",
+    "far | on",
     subsumed_by=("tokens_dropped",),
     check="whether the weights are products over whole answers; log k by token shows a gap of the engines",
 )
