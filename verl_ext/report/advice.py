@@ -99,7 +99,8 @@ class NextStep:
 
     @property
     def sentence(self) -> str:
-        return f"{self.why[0].upper()}{self.why[1:]}."
+        end = "" if self.why.endswith("?") else "."
+        return f"{self.why[0].upper()}{self.why[1:]}{end}"
 
 
 SEQUENCE = ("prompt_length/max", LONGEST)

@@ -143,7 +143,8 @@ def _add_out(parser: argparse.ArgumentParser, default: str) -> None:
         default=[],
         dest="names",
         metavar="OWN=KNOWN",
-        help="the report knows this metric of your own by another name (docs/report.md); may be repeated",
+        help="read a metric of your own as a known one: reward, k3, entropy, grad_norm, policy_staleness_steps, "
+        "response_length/mean, answers/cut, and those of docs/report.md; may be repeated",
     )
 
 
@@ -156,6 +157,9 @@ def _named(text: str) -> tuple[str, str]:
     if not own:
         raise argparse.ArgumentTypeError(f"{printable(text)} must have the form OWN=KNOWN")
     if known not in METRICS and (is_by_words(known) or quantity_of(known) is None):
+        ends = {each.name for each in quantities() if each.name.endswith(f"/{known}")}
+        if len(ends) == 1:  # k3 is vllm_kl/k3
+            return printable(own), ends.pop()
         near = similar_names(known, [*METRICS, *(alias.name for each in quantities() for alias in each.aliases)])
         raise argparse.ArgumentTypeError(f"{printable(known)} is no metric that the report knows{near}")
     return printable(own), known

@@ -175,6 +175,7 @@ class Reader:
             ),
             last=part.number == part.runs,
             ended_in=ended_in,
+            renamed=frozenset(given),
         )
 
 

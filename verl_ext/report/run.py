@@ -11,9 +11,8 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from verl_ext.base.errors import UserError
-from verl_ext.base.metrics import find
 from verl_ext.base.printable import printable
-from verl_ext.diagnosis.names import VALIDATION, VERLS, Alias, by_quantity, quantity_of
+from verl_ext.diagnosis.names import VALIDATION, VERLS, Alias, by_quantity, names_of_quantities, quantity_of
 from verl_ext.diagnosis.series import Act, Ending, Readings, Series
 from verl_ext.guard.state import Event
 
@@ -100,6 +99,7 @@ class Run:
         notes: notes on the files for the reader, one sentence each: lines left out, steps logged twice.
         last: whether it is the last of its file. Other files in the folder count as the last run's.
         ended_in: the trainer in whose code it ended, by a traceback; "" if none is known.
+        renamed: the metrics that have these names by `--name`: they say nothing about the trainer.
     """
 
     name: str
@@ -110,6 +110,7 @@ class Run:
     notes: tuple[str, ...] = ()
     last: bool = True
     ended_in: str = ""
+    renamed: frozenset[str] = frozenset()
 
     def get(self, name: str) -> Series | None:
         """Returns the finite values of a quantity, under the first of its names that has any."""
@@ -135,7 +136,11 @@ class Run:
     def of_verl(self) -> bool:
         """Whether verl logged it: a metric has the beginning of a name of verl's or of this package; without metrics,
         whether it ended in verl's code."""
-        return any(name.startswith(VERLS) for name in self.metrics) if self.metrics else self.ended_in == "verl"
+        return (
+            any(name.startswith(VERLS) for name in self.metrics.keys() - self.renamed)
+            if self.metrics
+            else self.ended_in == "verl"
+        )
 
     @property
     def end(self) -> Event | None:
@@ -179,7 +184,7 @@ class Run:
         yield from self.notes
 
     def _notes_on_names(self) -> Iterator[str]:
-        known = [name for name in self.metrics if quantity_of(name) is not None or find(name) is not None]
+        known = names_of_quantities(self.metrics)
         others = [name for name in self.metrics if name not in known]
         if len(known) >= FEW_NAMES or not others:
             return

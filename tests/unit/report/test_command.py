@@ -142,6 +142,8 @@ def test_a_metric_of_ones_own_is_given_a_known_name(tmp_path, capsys):
         assert "\n reward " not in capsys.readouterr().out
         assert main([*command, "--no-page", "--name", "my/score=reward"]) == 0
         assert "\n reward " in capsys.readouterr().out
+        assert main([*command, "--no-page", "--name", "my/score=k3"]) == 0
+        assert "\n rollout KL, k3 " in capsys.readouterr().out
     for wrong, said in (("my/score", "form OWN=KNOWN"), ("my/score=mismatch_lk", "similar: mismatch_kl")):
         with pytest.raises(SystemExit):
             main(["report", str(file), "--name", wrong])

@@ -794,6 +794,7 @@ def test_a_metric_that_may_matter_and_is_not_read_is_named_and_can_be_given_a_kn
     assert run.notes == ("--name: the run has no metric nothing",), "a finding reads the staleness"
     assert run.get("vllm_kl/k3").values.tolist() == [0.1, 0.1] and run.get("answers/cut") is not None
     assert "my_kl" not in run.metrics
+    assert not read_run(file, names={"my_kl": "vllm_kl/k3"}).of_verl, "it has the name by --name"
 
 
 def test_a_run_of_transformers_has_the_name_of_its_output_folder(tmp_path):
