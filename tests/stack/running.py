@@ -38,6 +38,8 @@ SMALL = (
 TRAINS_IN_FLOAT32 = ("precision=fp32", "actor_rollout_ref.rollout.dtype=bfloat16")
 MEGATRON_TRAINS_IN_FLOAT32 = "actor_rollout_ref.actor.megatron.dtype=float32"
 
+NEAR_TIES_K3 = 1e-4  # a k3 below this may come from one or two near ties of a router
+
 ASYNC_BUFFER = "trainer.v1.sampler.custom_sampler.name=FastPollReplayBufferAsync"
 SEPARATE_ASYNC = (  # three batches are handed out before the first update
     "trainer.v1.trainer_mode=separate_async",
@@ -133,21 +135,22 @@ def assert_load_is_of(step: dict[str, float], experts: int) -> None:
 
 
 def assert_engines_agree(step: dict[str, float], k3: float) -> bool:
-    """Checks that in float32 all experts are the same and vllm_kl/k3 is below `k3`. Returns whether they are.
+    """Checks that in float32 all experts are the same and vllm_kl/k3 is below `k3`. Returns whether k3 is.
 
     The engines' router scores differ by their rounding, so once in many runs they order the last expert chosen and the
     first one left out differently. Such a step has one or two choices that differ, all near ties, and a gap that is
     rounding no more, but small: the rule zero_mismatch may warn of it. Only the adapter of FSDP records how near they
-    are.
+    are. Where the routing of some trajectories is not compared, such a choice may be unseen.
     """
+    held = step["vllm_kl/k3"] < k3
     if step["router/agreement"] == step["router/exact_match"] == 1:
-        assert step["vllm_kl/k3"] < k3
-        return True
+        assert held or (step.get("router/sampled", 1) < 1 and step["vllm_kl/k3"] < NEAR_TIES_K3)
+        return held
     layers = sum(name.startswith("router/exact_match/layer_") for name in step)
     differing = (1 - step["router/exact_match"]) * step["router/tokens"] * layers
-    assert differing < 2.5 and step["router/margin_differs"] < NEAR_TIE
-    assert step["vllm_kl/k3"] < 1e-4
-    return False
+    assert differing < 2.5 and step.get("router/margin_differs", 0) < NEAR_TIE
+    assert step["vllm_kl/k3"] < NEAR_TIES_K3
+    return held
 
 
 def assert_documented(run: Run) -> None:

@@ -11,6 +11,7 @@ from tests.stack.run_files import events, logged_events
 from tests.stack.running import (
     ASYNC_BUFFER,
     FLOAT32_HEADS,
+    NEAR_TIES_K3,
     RETRACTS,
     SEPARATE_ASYNC,
     SMALL,
@@ -159,7 +160,7 @@ def test_megatron_and_sglang_in_separate_async_with_truncated_sampling_and_score
     assert_documented(finished)
     first, second, third = finished.steps
     assert shares_by_lag(first) == {"0": 1} and "vllm_kl/rescored" not in first
-    assert first["vllm_kl/k3"] < FLOAT32 and first["router/agreement"] == first["router/exact_match"] == 1
+    assert_engines_agree(first, FLOAT32)
     for step in (first, second):  # the third may have nothing left to train on
         assert step["guard/skipped"] == 0 < step["actor/grad_norm"] and step["actor/score_centering"] != 0
     assert third["guard/skipped"] == 1 or third["actor/grad_norm"] > 0
@@ -169,14 +170,14 @@ def test_megatron_and_sglang_in_separate_async_with_truncated_sampling_and_score
         assert 0.25 < step["router/sampled"] < 0.75
         assert step["router/unknown"] == step["router/invalid"] == 0
         if (k3 := step.get("vllm_kl/k3/lag/0")) is not None:
-            assert k3 < FLOAT32, "of the weights that sampled them"
+            assert k3 < NEAR_TIES_K3, "of the weights that sampled them"
     assert first["vllm_kl/head_mass"] == pytest.approx(1, abs=1e-5)
     by_lag, dropped = shares_by_lag(third), third["filter/too_stale/dropped_tokens"]
     assert 0 < by_lag.get("2", 0) <= dropped + 1e-6, "and of answers that span versions, the newer tokens too"
     assert dropped <= by_lag["2"] + 1e-6 or "span" in by_lag
-    assert third["vllm_kl/k3"] > 100 * FLOAT32, "the policy has moved away from old rollouts"
+    assert third["vllm_kl/k3"] > NEAR_TIES_K3, "the policy has moved away from old rollouts"
     assert 1 <= third["vllm_kl/rescored"] <= 32
-    assert third["vllm_kl/engine/k3"] < FLOAT32 < third["vllm_kl/stale/k3"]
+    assert third["vllm_kl/engine/k3"] < NEAR_TIES_K3 < third["vllm_kl/stale/k3"]
     lines = read_trajectories(tmp_path / "verl_ext" / "cpu_megatron_sglang.trajectories.jsonl")[0]
     assert [(line.step, line.why) for line in lines] == [
         (step, why) for step in (1, 2, 3) for why in ("largest gap", "at random")
