@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 
-from verl_ext.core.corrections import Weights, above, below, register_correction
+from verl_ext.core.corrections import Weights, register_correction, tis_sequence
 from verl_ext.features.feature import RunFeatures
 from verl_ext.lab.learner import LabBatch, Learner
 
@@ -25,8 +25,7 @@ SCALING = ("ess_ones", "ess_seq")
 @register_correction("ess_seq", reads=("log_rho",), by_ratio=True)
 def sequence_weight(log_rho: Tensor, *, cap: float = CAP) -> Weights:
     """The weights of tis_sequence; the learning rate is scaled as well."""
-    rho = log_rho.exp()
-    return Weights(rho.clamp(max=cap).nan_to_num(0.0), below(rho, 0.0), above(rho, cap))
+    return tis_sequence(log_rho, cap)
 
 
 @register_correction("ess_ones", reads=("log_rho",))
@@ -73,8 +72,7 @@ _init, _update = Learner.__init__, Learner.update
 
 def init(self: Learner, features: RunFeatures, *args: Any) -> None:
     _init(self, features, *args)
-    chosen = features.config.stability.get("correction") or ()
-    self.scales = bool({*SCALING} & ({chosen} if isinstance(chosen, str) else {*chosen}))  # type: ignore[attr-defined]
+    self.scales = any(each.name in SCALING for each in features.stability.correction)  # type: ignore[attr-defined]
 
 
 def update(self: Learner, batch: LabBatch, asked: Mapping[str, Any]) -> dict[str, float]:

@@ -20,6 +20,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -34,6 +35,7 @@ PAGE = HERE.parents[1] / "docs" / "lab.md"
 KEPT = PAGE.parent / "lab"
 RECORDED = HERE.parent / "collapse" / "runs"
 STACK = "stack"  # in a claim: verl's own stack
+FORMS = {"final": ".2f", "dropped_with_k3": "+.2f", "k3_start": ".1e"}  # of a claim's measures
 LOST = 0.1  # reward: what a run without a correction may lose against exact
 EARLY = 20  # steps ahead of a fall that a warning should come
 MARKS = re.compile(
@@ -50,12 +52,11 @@ Row = dict[str, Any]
 def with_tables(page: str) -> str:
     def written(mark: re.Match) -> str:
         kind, name = mark[1], mark[2]
-        family = [each for each in kept("ablations") if each["family"] == name]
         tables: dict[str, Callable[[], str]] = {
             "lab": lambda: variants(kept(name)),
-            "ablations": lambda: ablations(family),
-            "start": lambda: starts(family),
-            "boundary": lambda: boundaries([each for each in kept("ablations") if each["family"] == kind]),
+            "ablations": lambda: ablations(grids(name)),
+            "start": lambda: starts(grids(name)),
+            "boundary": lambda: boundaries(grids(kind)),
             "along": lambda: along(kept("along")),
             "forecast": forecasts,
             "claims": lambda: FIGURE.sub(lambda found: figure(found[1]), CLAIMS.read_text(encoding="utf-8").strip()),
@@ -69,6 +70,10 @@ def kept(name: str) -> Any:
     return json.loads((KEPT / f"{name}.json").read_text(encoding="utf-8"))
 
 
+def grids(family: str) -> list[Row]:
+    return [each for each in kept("ablations") if each["family"] == family]
+
+
 def figure(path: str) -> str:
     """Returns the figure of a claim.
 
@@ -79,7 +84,7 @@ def figure(path: str) -> str:
     """
     where, name, measure = path.split("/", 2)
     if where != STACK and not (KEPT / f"{where}.json").exists():
-        (grid,) = (each for each in kept("ablations") if (each["family"], each["changed"]) == (where, name))
+        (grid,) = (each for each in grids(where) if each["changed"] == name)
         name, measure = measure.split("/", 1)
         if name == "start":
             return _small(grid["start"][measure])
@@ -97,9 +102,10 @@ def figure(path: str) -> str:
     assert mean is not None, path
     if measure == "dropped":
         return f"{100 * mean.mean:.0f} %"
-    return f"{mean.mean:{ {'final': '.2f', 'dropped_with_k3': '+.2f', 'k3_start': '.1e'}[measure] }}"
+    return format(mean.mean, FORMS[measure])
 
 
+@cache
 def _on_the_stack(regime: str) -> list[Variant]:
     """Returns the runs of recipes/collapse, by arm."""
     arms = sorted(folder for folder in (RECORDED / regime).iterdir() if folder.is_dir())
@@ -152,21 +158,21 @@ def variants(found: Row) -> str:
     return _markdown(rows)
 
 
-def ablations(grids: list[Row]) -> str:
+def ablations(family: list[Row]) -> str:
     """Returns a row for each grid, and a column for each variant: the mean final reward, and how many collapsed."""
-    names = [variant["name"] for variant in grids[0]["variants"]]
+    names = [variant["name"] for variant in family[0]["variants"]]
     names.sort(key=lambda name: (name != "exact", name != "none"))
     rows = [["", *names]]
-    for grid in grids:
+    for grid in family:
         found = {variant["name"]: variant for variant in grid["variants"]}
         rows.append([grid["changed"], *(_ended(found[name]) for name in names)])
     return _markdown(rows)
 
 
-def starts(grids: list[Row]) -> str:
+def starts(family: list[Row]) -> str:
     """Returns a row for each grid, and a column for each metric that its runs keep of the first steps."""
-    rows = [["", *grids[0]["start"]]]
-    for grid in grids:
+    rows = [["", *family[0]["start"]]]
+    for grid in family:
         means = grid["start"].values()
         rows.append([grid["changed"], *("" if mean is None else _small(mean) for mean in means)])
     return _markdown(rows)
@@ -185,13 +191,13 @@ def along(found: Row) -> str:
     return _markdown(rows)
 
 
-def boundaries(grids: list[Row]) -> str:
+def boundaries(family: list[Row]) -> str:
     """Returns a row for each grid: each variant's k3 and the reward that it loses, means over the seeds; and the k3 at
     which a run loses LOST, median and range over the seeds that reach it."""
-    names = [variant["name"] for variant in grids[0]["variants"] if variant["name"] != EXACT]
+    names = [variant["name"] for variant in family[0]["variants"] if variant["name"] != EXACT]
     names.sort(key=lambda name: int(name.rpartition("_")[2]))  # lag_16
     rows = [["", EXACT, *names, f"k3 at which {LOST} is lost", "seeds that lose it"]]
-    for grid in grids:
+    for grid in family:
         found = {variant["name"]: variant for variant in grid["variants"]}
         finals, k3s = ({name: list(each[key].values()) for name, each in found.items()} for key in ("final", "k3"))
         losses = {

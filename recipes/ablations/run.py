@@ -36,16 +36,11 @@ BATCH, LENGTH = "data.train_batch_size", "data.max_response_length"
 SKIPLESS = "stability.batch_skip.threshold=null"
 AGREEMENT, TRUNCATED = "router/agreement", "lab.truncated"
 KLS = {"k3": K3, "k1": K1}
-CENTERED = "stability.score_centering=true stability.batch_skip.threshold=null"
+CENTERED = f"stability.score_centering=true {SKIPLESS}"
 TIS_C, ICEPOP_C, R3_C = (f"{name}+centering=stability={name} {CENTERED}" for name in ("tis", "icepop", "r3"))
 R3_TIS_C = f"r3+tis+centering=stability=r3 stability.correction=tis {CENTERED}"
-# Fresh weights, long answers, and an engine that rounds: the gap of the kernels alone.
-KERNELS = (
-    *("lab.kernels.bits=3", "lab.task.name=any_of", "lab.task.digits=4", "lab.task.answer=256"),
-    *("lab.warm_up.batch=16", "lab.warm_up.reward=0.3", f"{LENGTH}=257", f"{BATCH}=4", f"{MINI_BATCH}=4", f"{LR}=3e-3"),
-)
-LOW = "low_side=stability=icepop stability.icepop.beta=1e9 stability.batch_skip.threshold=null"
-HIGH = "high_side=stability=icepop stability.icepop.alpha=1e-9 stability.batch_skip.threshold=null"
+LOW = f"low_side=stability=icepop stability.icepop.beta=1e9 {SKIPLESS}"
+HIGH = f"high_side=stability=icepop stability.icepop.alpha=1e-9 {SKIPLESS}"
 
 
 class Ablation(NamedTuple):
@@ -85,6 +80,13 @@ def replay(correction: str, *more: str) -> str:
     return f"r3+{correction}=stability=r3 {given}"
 
 
+def rounded(bits: int, answer: int) -> tuple[str, ...]:
+    """Returns the gap of the kernels alone: fresh weights, answers of so many tokens, and an engine that rounds."""
+    task = ("lab.task.name=any_of", "lab.task.digits=4", f"lab.task.answer={answer}", f"{LENGTH}={answer + 1}")
+    start = ("lab.warm_up.batch=16", "lab.warm_up.reward=0.3", f"{BATCH}=4", f"{MINI_BATCH}=4")
+    return (f"lab.kernels.bits={bits}", *task, *start)
+
+
 GRIDS = "10-17"  # the seeds of whole grids, on which no setting was chosen
 WIDE = "stability.geo_mask.low=0.9 stability.geo_mask.high=1.1"
 GEO_WIDE = f"geo_wide=stability=geo_mask {WIDE} {SKIPLESS}"
@@ -96,11 +98,8 @@ DRPO = (
     f"actor_rollout_ref.actor.policy_loss.loss_mode=drpo {CLIP}_low=0.15 {CLIP}_high=0.15 {CLIP}_c=10000.0"
 )
 TOKEN_MEAN = f"icepop_token_mean=stability=icepop {SKIPLESS} actor_rollout_ref.actor.loss_agg_mode=token-mean"
-SHORT_KERNELS = (
-    *("lab.kernels.bits=4", "stability.breakdown=true", "lab.task.name=any_of", "lab.task.digits=4"),
-    *("lab.task.answer=64", "lab.warm_up.batch=16", "lab.warm_up.reward=0.3", f"{LENGTH}=65", f"{BATCH}=4"),
-    f"{MINI_BATCH}=4",
-)
+KERNELS = (*rounded(3, 256), f"{LR}=3e-3")
+SHORT_KERNELS = (*rounded(4, 64), "stability.breakdown=true")
 DENSE = ("lab.model.experts=1", "lab.model.top_k=1", "lab.model.expert_hidden=64")
 
 FAMILIES = {

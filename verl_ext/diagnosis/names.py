@@ -269,19 +269,20 @@ def combined() -> Iterator[tuple[str, str, str, str]]:
             yield name, words[0], words[1], words[2]
 
 
-def names_of_quantities(logged_names: Iterable[str]) -> list[str]:
-    """Returns the names of known quantities, and in a run of verl those of its metrics and ours."""
-    logged = list(logged_names)
+def known_metrics(logged_names: Iterable[str]) -> set[str]:
+    """Returns the names of verl's metrics and ours, in a run of verl."""
+    logged = set(logged_names)
     of_verl = any(name.startswith(VERLS) for name in logged)  # `rollout/**` is not verl's in another trainer's run
-    return [name for name in logged if quantity_of(name) is not None or (of_verl and find(name) is not None)]
+    return {name for name in logged if find(name) is not None} if of_verl else set()
 
 
 def unread_names(logged_names: Iterable[str]) -> list[str]:
-    """Returns the names that are not known, or only by their words, but look as if they mattered."""
+    """Returns the names that no quantity of the table has, and no metric of verl in a run of verl, but that look as if
+    they mattered."""
     logged = list(logged_names)
-    known = {name for name in names_of_quantities(logged) if not is_by_words(name)}
+    known = known_metrics(logged)
     telling = (name for name in logged if TELLING.search(normal(name)) and not PART.search(normal(name)))
-    return [name for name in telling if name not in known]
+    return [name for name in telling if name not in known and (not _readings_of(name) or is_by_words(name))]
 
 
 def setting_for(canonical: str) -> str:

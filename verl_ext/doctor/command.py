@@ -172,12 +172,9 @@ def print_mended(
     for said in how_to_apply([one for one in overrides if one not in deleted], given):
         print_text(console, f" {said}")
     warnings = sum(finding.level == "warning" for finding in left)
-    beside = f"; warnings that are left: {warnings}" if warnings else ""
-    print_text(
-        console,
-        f" with them, errors that are left: {len(errors)}"
-        if errors
-        else f" with them, the launch has no error{beside}",
-    )
+    said = f"errors that are left: {len(errors)}" if errors else "the launch has no error"
+    if warnings and not errors:
+        said += f"; warnings that are left: {warnings}"
+    print_text(console, f" with them, {said}")
     for error in errors:
         print_text(console, f"   {error.check}: {printable(error.found, most=None)}")

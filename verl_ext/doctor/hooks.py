@@ -258,14 +258,14 @@ def verl_validation(context: Context) -> Iterable[Problem]:
                 OmegaConf.update(config, path, values, merge=False)
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # it prints that it passes
             warnings.simplefilter("ignore")  # its advice
-            if not context.trust:  # the run's own classes need all of verl
+            if not context.trust:
                 quick = refused_quickly(config, **roles)
-            if quick is not None:
+            if quick is not None:  # with trust, the run's own classes need all of verl
                 importlib.import_module("verl_ext.plugins.verl")  # before verl, as `verl_ext.main_ppo` does
                 importlib.import_module("verl.utils.config").validate_config(config, **roles)
     except Exception as failure:  # assertions, ValueErrors and Hydra's wrapping of both
         if isinstance(failure, PackageNotFoundError) or (isinstance(failure, ImportError) and context.elsewhere):
-            if quick is None or not isinstance(quick.__cause__ or quick, (ValueError, AssertionError)):
+            if not (quick and isinstance(quick.__cause__ or quick, (ValueError, AssertionError))):
                 what = getattr(failure, "name", "") or reason_of(failure)
                 why = f"validate_config imports a package that is not on this machine: {what}"
                 yield note("verl's validate_config was not finished", why)

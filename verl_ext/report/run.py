@@ -12,7 +12,7 @@ import numpy as np
 
 from verl_ext.base.errors import UserError
 from verl_ext.base.printable import printable
-from verl_ext.diagnosis.names import VALIDATION, VERLS, Alias, by_quantity, names_of_quantities, quantity_of
+from verl_ext.diagnosis.names import VALIDATION, VERLS, Alias, by_quantity, known_metrics, quantity_of
 from verl_ext.diagnosis.series import Act, Ending, Readings, Series
 from verl_ext.guard.state import Event
 
@@ -184,7 +184,8 @@ class Run:
         yield from self.notes
 
     def _notes_on_names(self) -> Iterator[str]:
-        known = names_of_quantities(self.metrics)
+        metrics = known_metrics(self.metrics)
+        known = [name for name in self.metrics if name in metrics or quantity_of(name) is not None]
         others = [name for name in self.metrics if name not in known]
         if len(known) >= FEW_NAMES or not others:
             return
