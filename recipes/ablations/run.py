@@ -100,6 +100,10 @@ DRPO = (
 TOKEN_MEAN = f"icepop_token_mean=stability=icepop {SKIPLESS} actor_rollout_ref.actor.loss_agg_mode=token-mean"
 KERNELS = (*rounded(3, 256), f"{LR}=3e-3")
 SHORT_KERNELS = (*rounded(4, 64), "stability.breakdown=true")
+BY_KERNELS = (
+    "none,icepop,tis,moe,r3,mis,geo_mask,kpop,opsm",
+    ("rounded_head=stability=none lab.kernels.head=true",),
+)
 DENSE = ("lab.model.experts=1", "lab.model.top_k=1", "lab.model.expert_hidden=64")
 
 FAMILIES = {
@@ -125,15 +129,7 @@ FAMILIES = {
         seeds=GRIDS,
         grid="quantized",
     ),
-    "kernels": Family(
-        "kernels",
-        "none,icepop,tis,moe,r3,mis,geo_mask,kpop,opsm",
-        ("rounded_head=stability=none lab.kernels.head=true",),
-        KERNELS,
-        steps=120,
-        seeds=GRIDS,
-        grid="kernels",
-    ),
+    "kernels": Family("kernels", *BY_KERNELS, KERNELS, steps=120, seeds=GRIDS, grid="kernels"),
     "candidates": Family(
         "stale",
         "none,dppo_tv,tis_sequence,opsm",
@@ -144,7 +140,7 @@ FAMILIES = {
         plugins="recipes.ablations.candidates",
     ),
     "means": Family("stale", "none,icepop", (TOKEN_MEAN,), steps=300, seeds=GRIDS, grid="means"),
-    "bits": Family("kernels", "none,icepop,tis,r3,moe", (), KERNELS, steps=120, seeds="10-12"),
+    "bits": Family("kernels", *BY_KERNELS, KERNELS, steps=120, seeds="10-12"),
     "top_p": Family("truncated", "none", steps=30, seeds="10,11"),
     "depth": Family("kernels", "none", (), SHORT_KERNELS, steps=20, seeds="10,11"),
     "late": Family("stale", "none,opsm", steps=600),

@@ -117,7 +117,9 @@ CASES = [
     ("not_finite.training", 21, {GRADIENT: then(0.5, NAN), K3: then(1e-4, NAN)}),
     ("not_finite.training", 20, {GRADIENT: then(0.5, INF, at=21), LOSS: then(0.0, NAN, at=19)}),
     ("not_finite.training", 1, {GRADIENT: [NAN] * 5}),  # never a number
-    ("not_finite.training", 1, {GRADIENT: [0.5], "critic/vf_loss": [NAN]}),
+    ("not_finite.critic", 1, {GRADIENT: [0.5], "critic/vf_loss": [NAN]}),
+    ("not_finite.gradient", 21, {GRADIENT: then(0.5, NAN), K3: then(1e-4, 1e-4)}),  # the weights are as before
+    ("not_finite.training", 40, {GRADIENT: [0.5] * 39 + [NAN], LOSS: [0.0] * 39 + [NAN], K3: [1e-4] * 40}),
     ("not_finite.reference", 1, {"actor/kl_loss": [NAN] * 5, GRADIENT: [0.5] * 5}),
     ("not_finite.training", 1, {"actor/kl_loss": [NAN] * 5}),  # the update is not logged
     ("not_finite.training", 21, {GRADIENT: [0.5] * 4 + [NAN] + [0.5] * 15 + [NAN] * 10, LOSS: [NAN] + [0.0] * 29}),

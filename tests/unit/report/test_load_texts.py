@@ -166,6 +166,11 @@ SAMPLES = {
         ),
         "reward/evaluate_response/avg_total_reward",
     ),
+    "a column a step": (
+        "run.txt",
+        "Metric   step 1   step 2   step 3\nreward   0.25     0.5      75%\nKL       0.1      -        0.3\n",
+        "reward",
+    ),
     "a list with back-ticks": (
         "run.md",
         many("# Step {0} summary\n\n- Rollout reward: `{1}` over 128 answers\n- Entropy: `~0.5`\n"),
@@ -300,6 +305,48 @@ def test_lines_that_are_equally_long_by_chance_stay_as_they_are(tmp_path):
     lines = [f"step:{step} - critic/score/mean:{step / 100:.2f} - actor/entropy:0.50\n" for step in range(10, 60)]
     run = read_run(log(tmp_path, f"{'=' * 52}\n".join(lines)))
     assert len(run.steps) == 50 and not any("characters" in note for note in run.notes)
+
+
+W_AND_B = """wandb: Run history:
+wandb:   actor/entropy █▆▄▂▁
+wandb: Run summary:
+wandb:         actor/entropy 0.0132
+wandb:       actor/grad_norm 1,812.5
+wandb:  training/global_step 420
+"""
+LISTED = "Hello,\n> actor/entropy: 0.0132\n> actor/grad_norm: 1812.5\nand a score of 3\n"
+ONE_LINE = "step: 420, entropy: 0.0132, grad_norm: 1812.5\n"
+ONE_COLUMN = "| Metric | Step 420 |\n|---|---|\n| actor/entropy | 0.0132 |\n| actor/grad_norm | 1812.5 |\n"
+SAMPLED = "actor/entropy: 0.0132\n" + "".join(f"reward: {each}\n" for each in (0, 1)) + "actor/grad_norm: 1812.5\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "step"), [(W_AND_B, 420), (LISTED, None), (ONE_LINE, 420), (ONE_COLUMN, 420), (SAMPLED, None)]
+)
+def test_figures_without_a_course_are_one_reading(text, step, tmp_path):
+    run = read_run(log(tmp_path, text))
+    found = {name: series for name in ("actor/entropy", "actor/grad_norm") if (series := run.get(name)) is not None}
+    assert {name: series.values.tolist() for name, series in found.items()} == {
+        "actor/entropy": [0.0132],
+        "actor/grad_norm": [1812.5],
+    }
+    assert run.get("critic/rewards/mean") is None, "of samples there are many"
+    assert ("names no step" in " ".join(run.notes)) == (step is None)
+    assert run.steps.tolist() == [step] if step else run.steps[0] > 3, "no finding takes them for the first steps'"
+
+
+@pytest.mark.parametrize("said", ["WARN: rank 0 grad_norm is not finite: nan", "the grad_norm is NaN"])
+def test_a_number_that_is_said_to_be_none_is_one(said, tmp_path):
+    series = read_run(log(tmp_path, f"{said}\n")).logged("actor/grad_norm")
+    assert series is not None and np.isnan(series.values).all()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a score of 3\n", "lr: 1e-6\n", "Metric  step 1\nlr  0.1\n", "reward: 1\nreward: 0\n"]
+)
+def test_text_without_figures_is_refused_or_empty(text, tmp_path):
+    with pytest.raises(ReportError):
+        read_run(log(tmp_path, text))
 
 
 def test_every_format_has_a_sample(tmp_path):
@@ -835,10 +882,7 @@ def test_the_standard_input(monkeypatch):
         (b"hello\nworld\n", "no line has a step"),
         (b"".join(b"****** trajectory idx=%d, reward=0.3 ******\n" % n for n in range(9)), "no line has a step"),
         (b"".join(b"Time: 2.%ds | Total Reward: 0.5 | Answers: 3\n" % n for n in range(9)), "no line has a step"),
-        (
-            b"lr: 0.1\nreward: 0.5\nentropy: 0.01\nkl: 0.1\n",
-            "no line has a step .*: lr, reward, entropy, kl",
-        ),  # a config
+        (b"lr: 0.1\nreward: 0.5\nreward: 0.6\n", "no line has a step .*: lr, reward"),
         (b"| seed | reward |\n|---|---|\n| 1 | 0.5 |\n| 2 | 0.6 |\n", "no line has a step .*one: reward"),
         (b"Run config: K=8 lr=5.0e-06 T=0.8\nLR schedule: lr=5.0e-06 warmup=6\n", "no line has a step"),
         (b"Training Progress:  33%|# | 33/99 [0:9<9:9, 66.8s/it]\nbye\n", r"no line has a step .*ends at 33 of 99"),

@@ -17,6 +17,7 @@ CRITIC = ("critic/grad_norm", "critic/vf_loss")
 GRADIENTS = (GRADIENT, "critic/grad_norm")
 TRAINING = (*UPDATE, ENTROPY, REFERENCE, "actor/ppo_kl", *CRITIC)
 GAP = (K3, K1, LOG_RATIO, PROB_DIFF)
+FORWARD = (ENTROPY, REFERENCE, "actor/ppo_kl", *GAP)  # computed from the weights without a backward pass
 FILLED = "vllm_kl/filled"
 OFTEN = 0.5  # share of the last readings that are not finite in a metric that is lost, and of all since then
 # How a run ended -> words of report/sources/ends.py, or of an error, that tell it; the first that fit. A cause has the
@@ -63,10 +64,11 @@ USUAL_WEIGHT = 0.6, 1.25  # mean of the importance weights, whose expectation is
 CORRECTIONS = ("correction/dropped", "correction/weight_mean", "rollout_corr/rollout_is_mean")
 
 
-@finding("not_finite", "training reward spread reference rollout once | no", check=OF_BATCH)
+@finding("not_finite", "training gradient critic reward spread reference rollout once | no", check=OF_BATCH)
 def numbers_finite(run: Readings) -> Seen:
     """Metrics are NaN or infinite: training's own, the reward, its deviation in a group, or only the metrics that
-    compare training with the reference or the rollout."""
+    compare training with the reference or the rollout. Where only the gradient is, and later forward passes are finite,
+    the trainer skipped the updates, as verl's FSDP engine does."""
     levels = {"reward": (REWARD, *parts_of_reward(run)), "spread": SPREADS, "training": TRAINING, "rollout": GAP}
     lost = {level: _lost(run, names) for level, names in levels.items()}
     # What is computed from a number that is none is none either: what began first is the cause, and of one step what
@@ -79,6 +81,9 @@ def numbers_finite(run: Readings) -> Seen:
         level, name, step = min(found, key=lambda each: each[2])
         if name == REFERENCE and any(run.late(each) is not None for each in UPDATE) and _lost(run, UPDATE) is None:
             return "reference", f"{name} is not a number from step {step} on, although the update is finite", step
+        if name == GRADIENT and any(_is_finite_after(run, each, step) for each in FORWARD):
+            return "gradient", f"{name} is not a number from step {step} on, and the weights still are", step
+        level = "critic" if name in CRITIC else level
         return level, f"{name} is not a number from step {step} on", step
     if bad := _bad(run, (*TRAINING, REWARD, *GAP)):
         name, step = _earliest({name: int(series.steps[wrong][0]) for name, (series, wrong) in bad.items()})
@@ -117,6 +122,11 @@ def _lost(run: Readings, names: tuple[str, ...]) -> tuple[str, int] | None:
         or (wrong[-1] and spoiled and (run.ending is not None or name not in GRADIENTS))
     }
     return _earliest(steps) if steps else None
+
+
+def _is_finite_after(run: Readings, name: str, step: int) -> bool:
+    series = run.logged(name)
+    return series is not None and series.steps[-1] > step and bool(np.isfinite(series.values[-1]))
 
 
 def _bad(run: Readings, names: tuple[str, ...]) -> dict[str, tuple[Series, np.ndarray]]:

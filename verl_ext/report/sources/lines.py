@@ -29,6 +29,7 @@ FRONT = re.compile(
     |\[?[IWEF]\d{{3,4}}\ {CLOCK}[^\]\n]{{0,80}}\]                 # glog
     |\[{TIME}[^\]\n]{{0,40}}\]:?                                # a time and what a logger adds to it
     |\(?{TIME}\)?(?:\s[\w.-]+\s[\w./@-]+\[\d+\])?:?(?=\s|$)     # a time, or that of syslog and journald
+    |wandb:(?=\s)|>(?=[\s>])                                      # W&B, a quotation
     |\[?\d{{10}}(?:\d{{3}}|\.\d+)?\]?(?=\s)                     # seconds or milliseconds since 1970
     |(?:[\w.]{{1,60}}\ (?:-\ )?)?\[?{LEVEL}\]?(?:\ \d\d-\d\d\ {CLOCK})?(?:\ \[[^\]\n]{{1,80}}\])?
         (?::[\w.]+:|:?\ {{0,4}}(?=\s|$))

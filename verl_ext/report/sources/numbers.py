@@ -10,17 +10,24 @@
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verl_ext.diagnosis.names import normal
+from verl_ext.diagnosis.names import normal, quantity_of
 from verl_ext.report.sources.table import STEP_NAMES, Row, flat, step_name, whole_step
 
 NUMBER = r"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+|nan|inf)"
 WRAPPED = rf"(?:[A-Za-z_][\w.]*\()?({NUMBER})"  # np.float64(0.5), tensor(0.5, device='cuda:0')
 DECORATION = " *`~$\t"  # of a cell in Markdown
-THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+GROUPED = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?"
+THOUSANDS, IN_LINE = re.compile(rf"[-+]?{GROUPED}"), re.compile(rf"(?<=[:=|\s])[-+]?{GROUPED}(?![\w.]|,\d)")
+# `grad_norm is not finite`, `the KL is NaN`: a word or two and what they are.
+NOT_FINITE = re.compile(
+    r"(?i)\b((?:[a-z][\w./@-]{0,60} )?[a-z][\w./@-]{0,60}) (?:is|are) (?:not finite|non-?finite|nan|inf(?:inite)?)\b"
+    r"(?:\s?[:=]\s?(?:nan|inf)\b)?"
+)
 TRUTH = {"true": 1.0, "false": 0.0}
 BOX = re.compile(r"[|│┃║]")  # the lines between the cells of Markdown, psql and rich
 PAIR = re.compile(
@@ -86,6 +93,11 @@ def box_as_pairs(line: str) -> str:
 def named_numbers(line: str) -> dict[str, float]:
     """Returns the pairs of a line, and the numbers behind their names in its cells; none that counts steps."""
     values: dict[str, float] = {}
+    line = IN_LINE.sub(lambda found: found[0].replace(",", ""), line)
+    if " is " in line or " are " in line:
+        for words in NOT_FINITE.findall(line):
+            values[words if quantity_of(words) else words.rpartition(" ")[2]] = math.nan
+        line = NOT_FINITE.sub("", line)
     for name, plain, timed, share, tensor in PAIR.findall(line):
         if tensor:
             values |= _tensor_values(name, [float(each) for each in re.findall(NUMBER, tensor)])

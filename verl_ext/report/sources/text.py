@@ -7,7 +7,8 @@ A format is a class in a file next to this one, under `@register_format`:
 - `rows(line)`: the rows of a line: each a step and its values by name. The step is None if the format has none; rows
   are then counted from 1. A line without a newline at its end may be cut.
 
-A document (`document=True`) is sniffed by its beginning, and `rows` takes all of it. Documents are tried before logs.
+A document (`document=True`) is sniffed by its beginning, and `rows` takes all of it. Documents are tried before logs,
+but those that any text may be (from `LAST` on) after them.
 Of several formats that find a row in a log, the one with the lowest `order` reads it; of several with the same order,
 the one that finds the most readings which the report knows.
 
@@ -29,6 +30,7 @@ from verl_ext.report.sources.lines import printed, without_colours
 from verl_ext.report.sources.table import MetricTable, Row, TableRun, Which, known_readings, only_validates
 
 MOST_DOCUMENT = 256 << 20  # bytes
+LAST = 9  # the order of documents that are tried after the logs
 COUNTED = "the rows have no steps: they are counted from 1"
 OVERFLOW = re.compile(rb"(?i)overflow.{0,40}skipping step")  # of the loss scalers of DeepSpeed and Apex
 
@@ -78,7 +80,7 @@ def register_format(
         made.title, made.example, made.remarks = title, example, remarks
         made.document, made.fewest, made.endings, made.order = document, fewest, endings, order
         FORMATS.insert(0, made)
-        FORMATS.sort(key=lambda form: (not form.document, form.order))
+        FORMATS.sort(key=lambda form: (form.order >= LAST, not form.document, form.order))
         return made
 
     return register
@@ -87,8 +89,9 @@ def register_format(
 def detect_format(path: Path) -> type[Format] | None:
     """Returns the format of a file; None if no format finds a row in it."""
     with open_regular(path) as file:
-        block = file.read(READ_BYTES)
-        if found := next((each for each in FORMATS if each.document and each().sniff(block)), None):
+        beginning = block = file.read(READ_BYTES)
+        documents = [each for each in FORMATS if each.document]
+        if found := next((each for each in documents if each.order < LAST and each().sniff(block)), None):
             return found
         left, rest = _log_formats(), b""
         while block:
@@ -97,7 +100,7 @@ def detect_format(path: Path) -> type[Format] | None:
             rest = rest[-MOST_LINE:]
             block = file.read(READ_BYTES) if left else b""
         found, _ = _first_that_sniffs(left, rest, found)
-        return found
+        return found or next((each for each in documents if each.order >= LAST and each().sniff(beginning)), None)
 
 
 def format_of_text(text: bytes) -> type[Format] | None:
