@@ -188,28 +188,28 @@ def step_from(series: Series, holds: np.ndarray, share: float) -> int:
 
 
 def now_of(series: Series, readings: int = NOW_READINGS) -> float:
-    """Returns a metric's value now: the median of its last readings, of all if there are fewer."""
-    return float(np.median(series.values[-readings:]))
+    """Returns a metric's value now: the median of its last readings, at most half of all."""
+    return float(np.median(series.values[-_count_at_end(series, readings) :]))
 
 
 def now_label(series: Series) -> str:
     """Returns what `now_of` is of, for the text next to the number."""
-    return median_label("last", min(NOW_READINGS, len(series.steps)))
+    return median_label("last", _count_at_end(series, NOW_READINGS))
 
 
 def beginning_of(series: Series, readings: int = NOW_READINGS) -> float:
     """Returns a metric's value at the start: the median of its first readings, at most half of all."""
-    return float(np.median(series.values[: _first_count(series, readings)]))
+    return float(np.median(series.values[: _count_at_end(series, readings)]))
 
 
 def beginning_label(series: Series) -> str:
     """Returns what `beginning_of` is of, for the text next to the number."""
-    return median_label("first", _first_count(series, NOW_READINGS))
+    return median_label("first", _count_at_end(series, NOW_READINGS))
 
 
 def median_label(end: str, count: int) -> str:
     return f"the {end} reading" if count == 1 else f"median of the {end} {count}"
 
 
-def _first_count(series: Series, readings: int) -> int:
+def _count_at_end(series: Series, readings: int) -> int:
     return min(readings, max(len(series.values) // 2, 1))

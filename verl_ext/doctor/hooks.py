@@ -41,7 +41,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_ext.base.errors import Problem, errors_of, reason_of
 from verl_ext.base.patching import Undo, apply_all, patch
 from verl_ext.doctor.checks import ABSENT, Context, check, error, note, ok, unread, unset, warning
-from verl_ext.doctor.reads import is_read_below, node_names
+from verl_ext.doctor.reads import is_read_below, owners_of
 from verl_ext.features import losses
 from verl_ext.features.fit import fit
 from verl_ext.features.table import apply_engine_settings, left_out, table_lines
@@ -180,7 +180,8 @@ def _added(key: str, context: Context) -> Iterator[Problem]:
     if not around or "_target_" in around:
         return  # `verl's settings` judges the fields of a class
     above, _, name = new.rpartition(".")
-    if is_read_below(above, name, node_names(context.config) - {name}, by_text=key == new):
+    owners = {node: names - {name} for node, names in owners_of(context.config).items()}
+    if is_read_below(above, name, owners, by_text=key == new):
         return
     if len({*around} - words_of_verl()) > OTHERS * len(around):  # a node for other code, such as Megatron's LoRA
         return

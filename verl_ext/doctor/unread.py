@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from verl_ext.base.errors import Problem
 from verl_ext.doctor.checks import Context, check, warning
-from verl_ext.doctor.reads import without_reader
+from verl_ext.doctor.reads import read_of_its_engine, without_reader
 from verl_ext.features.verl_config import (
     ACTOR,
     CORRECTION,
@@ -32,12 +32,13 @@ from verl_ext.upstream.agent_loop import MANAGER as LOOPS
 
 V1, ESTIMATOR = "trainer.use_v1", "algorithm.adv_estimator"
 LOSS, OPTIM = f"{ACTOR}.policy_loss", f"{ACTOR}.optim"
-INSTEAD = {  # setting -> verl's value, and the setting to use; "" if there is none
-    f"{ACTOR}.grad_clip": (1.0, f"{OPTIM}.clip_grad"),
-    "critic.grad_clip": (1.0, "critic.optim.clip_grad"),
-    f"{ROLLOUT}.repetition_penalty": (1.0, ""),  # agent_loop_tq.py of v1 sends 1.0 with each request
-    f"{ACTOR}.fsdp_config.strategy": ("fsdp", f"{ACTOR}.strategy"),  # workers/config/actor.py overwrites it
-    "critic.fsdp.strategy": ("fsdp", "critic.strategy"),
+INSTEAD = {  # setting -> what verl reads in its place; "" if nothing
+    f"{ACTOR}.grad_clip": f"{OPTIM}.clip_grad",
+    "critic.grad_clip": "critic.optim.clip_grad",
+    "critic.ppo_max_token_len_per_gpu": "critic.ppo_infer_max_token_len_per_gpu",  # V1 takes it for updates, too
+    f"{ROLLOUT}.repetition_penalty": "",  # agent_loop_tq.py of v1 sends 1.0 with each request
+    f"{ACTOR}.fsdp_config.strategy": f"{ACTOR}.strategy",  # workers/config/actor.py overwrites it
+    "critic.fsdp.strategy": "critic.strategy",
 }
 
 
@@ -70,7 +71,6 @@ READ_BESIDE = (
     Beside("reward.reward_model.model_path", "reward.reward_model.enable", (True,), "v1/trainer_base.py"),
     Beside("trainer.v1.separate_async..*", MODE, ("separate_async",), "v1/trainer_separate_async.py"),
     Beside("trainer.v1.colocate_async..*", MODE, ("colocate_async",), "v1/trainer_colocate_async.py"),
-    Beside("critic.ppo_max_token_len_per_gpu", V1, (False,), "V1 takes ppo_infer_max_token_len_per_gpu"),
     Beside(f"{ROLLOUT}.trace..*", V1, (False,), "v1/agent_loop_tq.py turns it off for each sample"),
 )
 
@@ -86,18 +86,24 @@ def unread_settings(context: Context) -> Iterable[Problem]:
     `compute_advantage` of ray_trainer.py passes norm_adv_by_std_in_grpo only to grpo. Of the managers in
     experimental/reward_loop/reward_manager, only dapo.py reads reward_kwargs.
     """
-    for setting, (usual, instead) in INSTEAD.items():
-        value = context.get(setting, usual)
-        if value != usual and not (instead and value == context.get(instead)):
-            why = f"verl 0.9.1 reads {instead}" if instead else "nothing in verl 0.9.1 acts on it"
-            moves = instead and is_plain(value) and context.get(instead, usual) == usual  # else the user has set it
-            # Without a counterpart nothing does what was meant: a default would only hide that.
-            fix = [f"{setting}={usual}", *([f"{instead}={value}"] if moves else [])] if instead else []
-            yield warning(f"{setting}={value} has no effect", why, *fix)
+    settings = {*INSTEAD} & context.given
     if not context.entry and context.get(V1):
-        unread = without_reader(context.config, context.given - {*INSTEAD})
-        for setting in (one for one in unread if _is_changed(context, one)):
-            yield warning(f"{setting}={context.get(setting)} has no effect", "verl's trainer V1 reads it nowhere")
+        settings |= {*without_reader(context.config, context.given)}
+    defaults = _defaults(context)
+    for setting in sorted(settings):
+        value, usual = context.get(setting), value_of(defaults, setting)
+        if value == usual or not (setting in INSTEAD or _is_changed(context, setting)):
+            continue
+        instead = INSTEAD.get(setting, read_of_its_engine(context.config, setting))
+        if instead and value == context.get(instead):
+            continue
+        why = f"verl 0.9.1 reads {instead}" if instead else "verl's trainer V1 reads it nowhere"
+        # Without a counterpart nothing does what was meant: a default would only hide that.
+        fix = [f"{setting}={usual}"] if instead else []
+        if instead and is_plain(value) and context.get(instead) == value_of(defaults, instead):  # else the user set it
+            above, _, leaf = instead.rpartition(".")
+            fix.append(f"{'' if leaf in value_of(defaults, above) else '++'}{instead}={value}")
+        yield warning(f"{setting}={value} has no effect", why, *fix)
     yield from _without_its_switch(context)
     yield from _unused_penalty(context)
     kept = "algorithm.norm_adv_by_std_in_grpo"
@@ -123,10 +129,13 @@ def _without_its_switch(context: Context) -> Iterator[Problem]:
 
 def _is_changed(context: Context, name: str) -> bool:
     """Returns True if verl has a setting, and with another value than the launch."""
-    value, groups = context.get(name), [one for one in context.overrides if key_of(one) in GROUPS]
-    defaults = _defaults_of_verl(tuple(groups))
+    value, defaults = context.get(name), _defaults(context)
     above, _, leaf = name.rpartition(".")
     return value is not None and leaf in (value_of(defaults, above) or ()) and value != value_of(defaults, name)
+
+
+def _defaults(context: Context) -> Any:
+    return _defaults_of_verl(tuple(one for one in context.overrides if key_of(one) in GROUPS))
 
 
 @cache

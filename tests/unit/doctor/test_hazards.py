@@ -519,6 +519,8 @@ HAZARDS: dict[str, dict[str, list[str | tuple[str, str]]]] = {
             f"{FSDP}.strategy=fsdp2 {ACTOR}.strategy=fsdp2",
             f"{ROLLOUT}.trace.backend=weave trainer.use_v1=False",
             f"{ROLLOUT}.val_kwargs.do_sample=True",  # of this node verl reads it
+            f"{FSDP}.use_torch_compile=False {ACTOR}.use_torch_compile=False",
+            f"{ACTOR}.entropy_checkpointing=True",  # the engine's setting takes its value
         ],
         "warning": [
             f"{ROLLOUT}.trace.backend=weave",  # verl PR 6423
@@ -533,6 +535,7 @@ HAZARDS: dict[str, dict[str, list[str | tuple[str, str]]]] = {
             "algorithm.rollout_correction.rollout_is_threshold=4",
             f"critic.ppo_max_token_len_per_gpu=2048 {ESTIMATOR}=gae",  # verl issue 7462
             f"{ACTOR}.grad_clip=0.5",
+            f"{ACTOR}.use_torch_compile=False",  # verl reads that of the engine's class
             f"{ROLLOUT}.over_sample_rate=0.1",
             f"{OVERLONG}.enable=True",
             f"{DAPO} {OVERLONG}.len=64 {LIMIT}=512 data.max_response_length=448",

@@ -29,7 +29,10 @@ def test_a_misspelt_setting_of_the_layers_gets_the_similar_one(findings):
 
 
 def test_a_name_is_read_of_its_own_node_or_of_what_may_be_any():
-    nodes = {"data", "trainer", "v1", "rollout", "val_kwargs"}
+    nodes = {
+        place: {place.rpartition(".")[2]}
+        for place in ("data", "trainer", "trainer.v1", ROLLOUT, f"{ROLLOUT}.val_kwargs")
+    }
     assert is_read_below("data", "train_batch_size", nodes) and is_read_below("trainer.v1", "trainer_mode", nodes)
     assert is_read_below("actor_rollout_ref.rollout.val_kwargs", "do_sample", nodes)
     assert not is_read_below("actor_rollout_ref.rollout", "do_sample", nodes)  # of val_kwargs alone
@@ -55,10 +58,14 @@ def test_what_nothing_reads_is_no_more_than_was_looked_up(compose):
         if OmegaConf.select(config, name, throw_on_missing=False) is None:
             OmegaConf.update(config, name, 1)
     assert set(without_reader(config, names)) == {
-        *(f"actor_rollout_ref.actor.{name}" for name in ("freeze_vision_tower", "use_prefix_grouper")),
+        *(
+            f"actor_rollout_ref.actor.{name}"
+            for name in ("freeze_vision_tower", "use_prefix_grouper", "use_torch_compile")
+        ),
         *(f"actor_rollout_ref.actor.megatron.router_replay.{name}_file" for name in ("record", "replay")),
         "actor_rollout_ref.actor.megatron.dist_checkpointing_prefix",
         "actor_rollout_ref.nccl_timeout",
+        "reward_model.model.external_lib",  # verl carries over only the path
         *(
             f"{ROLLOUT}.{name}"
             for name in ("multi_stage_wake_up", "multi_turn.num_repeat_rollouts", "over_sample_rate", "do_sample")

@@ -130,9 +130,7 @@ def test_facts_tell_the_last_level_and_the_extremes_with_their_steps():
         "Reward: now 0.25 (the last reading); highest 0.25 in step 1, lowest 0.25 in step 1."
     )
     dropped = PANEL["dropped"].facts(make({"correction/dropped": [0.01, 0.0123]}))
-    assert (
-        dropped == "Tokens dropped: now 1.11 % (median of the last 2); highest 1.23 % in step 2, lowest 1 % in step 1."
-    )
+    assert dropped == "Tokens dropped: now 1.23 % (the last reading); highest 1.23 % in step 2, lowest 1 % in step 1."
 
 
 def timed(steps: int = 4, **seconds) -> Run:
@@ -178,7 +176,7 @@ def test_stages_are_drawn_in_their_order_and_the_facts_tell_their_shares():
     assert [row["stage"] for row in values[:: len(values) // 7]] == [*names, OTHER_STAGE[0]]
     text = PANEL["step_time"].facts(timed(step=100.0, gen=50.0, update_actor=20.0))
     assert text == (
-        "Step time, s: now 100 (median of the last 4); highest 100 in step 1, lowest 100 in step 1. "
+        "Step time, s: now 100 (median of the last 2); highest 100 in step 1, lowest 100 in step 1. "
         "Of all steps together: rollout 50 %, update 20 %, everything else 30 %."
     )
     assert PANEL["step_time"].facts(timed(step=0.0)).endswith("lowest 0 in step 1.")

@@ -50,7 +50,8 @@ def test_sentence_table_and_figure_have_the_same_numbers_of_first_and_now(run):
         if series is None:
             continue
         values = series.values.tolist()
-        now, first = median(values[-5:]), median(values[: min(5, max(len(values) // 2, 1))])
+        count = min(5, max(len(values) // 2, 1))
+        now, first = median(values[-count:]), median(values[:count])
         assert (rows[metric].now, rows[metric].first) == pytest.approx((now, first))
         (panel,) = [panel for panel in PANELS if panel.metric == metric]
         assert float(re.search(f": now {NUMBER} ", panel.facts(run))[1]) == pytest.approx(now, rel=0.006, abs=6e-4)
@@ -65,7 +66,7 @@ def test_sentence_table_and_figure_have_the_same_numbers_of_first_and_now(run):
 def test_a_number_says_of_how_many_readings_it_is(count):
     values = [1e-3 * 1.1**place for place in range(count)]
     run = make({K3: values, AGREEMENT: [0.9 + value for value in values], REWARD: [0.5 + value for value in values]})
-    label = "the last reading" if count == 1 else f"median of the last {min(count, 5)}"
+    label = "the last reading" if count < 4 else f"median of the last {min(count // 2, 5)}"
     found = [text for text in said(run) if re.search(rf"k3 is {NUMBER}|engines agree on", text)]
     assert found and all(label in text for text in found)
     assert all(f"({label})" in panel.facts(run) for panel in PANELS if panel.metric in (K3, AGREEMENT, REWARD))
