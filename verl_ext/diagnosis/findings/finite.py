@@ -81,7 +81,8 @@ def numbers_finite(run: Readings) -> Seen:
         level, name, step = min(found, key=lambda each: each[2])
         if name == REFERENCE and any(run.late(each) is not None for each in UPDATE) and _lost(run, UPDATE) is None:
             return "reference", f"{name} is not a number from step {step} on, although the update is finite", step
-        if name == GRADIENT and any(_is_finite_after(run, each, step) for each in FORWARD):
+        ended = run.ending is not None and _first_of(KINDS, run.ending.reason) == "not_finite"  # what computes is lost
+        if name == GRADIENT and not ended and any(_is_finite_after(run, each, step) for each in FORWARD):
             return "gradient", f"{name} is not a number from step {step} on, and the weights still are", step
         level = "critic" if name in CRITIC else level
         return level, f"{name} is not a number from step {step} on", step

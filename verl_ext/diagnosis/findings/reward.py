@@ -184,7 +184,7 @@ def at_ceiling(run: Readings, course: Course) -> bool:
 @cached_per_run
 def is_solved(run: Readings) -> bool:
     """Returns True if nearly all answers get the best reward that any answer got. Where all get the same one, the
-    reward has risen to it, above 0, or the log begins later than the run, with a reward of 1: a grader that always
+    reward has risen to it and stays there, above 0, or the log begins later than the run, with a reward of 1: a grader that always
     gives 1 looks the same from the first step on."""
     series, most, least = run.get(REWARD), run.values(REWARD_MAX), run.late(REWARD_MIN)
     if series is None:
@@ -195,8 +195,10 @@ def is_solved(run: Readings) -> bool:
     constant = float(np.ptp(series.values)) <= SAME and len(logged_spread(run)) > 0
     if highest <= 1 and now > (SURE_CEILING if constant else SOLVED) and (series.steps[0] > 1 or not constant):
         return True
-    early, lowest = float(series.values[: max(len(series.values) // 4, 1)].mean()), float(series.values.min())
-    return now > 0 and highest - now <= (1 - CEILING) * (highest - lowest) and now - early > SAME * max(highest, 1.0)
+    quarter = max(len(series.values) // 4, 1)
+    first, last, lowest = series.values[:quarter], series.values[-quarter:], float(series.values.min())
+    stays = highest - float(last.min()) <= (1 - CEILING) * (highest - lowest)  # it does not rise any more
+    return now > 0 and stays and now - float(first.mean()) > SAME * max(highest, 1.0)
 
 
 @finding("reward_gain", "| nothing stopped_low little much", needs=(REWARD, REWARD_MAX))
