@@ -32,6 +32,8 @@ from verl_ext.upstream.agent_loop import MANAGER as LOOPS
 
 V1, ESTIMATOR = "trainer.use_v1", "algorithm.adv_estimator"
 LOSS, OPTIM = f"{ACTOR}.policy_loss", f"{ACTOR}.optim"
+SCHEDULE = f"{OPTIM}.lr_scheduler_type"
+OLD_NAMES = {SCHEDULE: f"{OPTIM}.warmup_style"}  # which a class of verl copies to the new one
 INSTEAD = {  # setting -> what verl reads in its place; "" if nothing
     f"{ACTOR}.grad_clip": f"{OPTIM}.clip_grad",
     "critic.grad_clip": "critic.optim.clip_grad",
@@ -62,7 +64,7 @@ READ_BESIDE = (
     Beside(f"{ACTOR}.kl_loss_(coef|type)", f"{ACTOR}.use_kl_loss", (True,), "workers/utils/losses.py"),
     Beside("algorithm.kl_(ctrl.*|penalty)", "algorithm.use_kl_in_reward", (True,), "v1/trainer_base.py"),
     Beside(f"{ACTOR}.fsdp_config.offload_policy", STRATEGY, ("fsdp2",), "engine/fsdp/transformer_impl.py"),
-    Beside(f"{OPTIM}.(min_lr_ratio|num_cycles)", f"{OPTIM}.lr_scheduler_type", ("cosine",), "the same"),
+    Beside(f"{OPTIM}.(min_lr_ratio|num_cycles)", SCHEDULE, ("cosine",), "engine/fsdp/transformer_impl.py"),
     Beside(f"{CORRECTION}.rollout_is_threshold", f"{CORRECTION}.rollout_is", (), "rollout_corr_helper.py"),
     Beside(f"{CORRECTION}.rollout_rs_threshold", f"{CORRECTION}.rollout_rs", (), "rollout_corr_helper.py"),
     Beside(f"{LOSS}.clip_cov_.*", f"{LOSS}.loss_mode", ("clip_cov",), "core_algos.py"),
@@ -89,8 +91,8 @@ def unread_settings(context: Context) -> Iterable[Problem]:
     settings = {*INSTEAD} & context.given
     if not context.entry and context.get(V1):
         settings |= {*without_reader(context.config, context.given)}
-    defaults = _defaults(context)
     for setting in sorted(settings):
+        defaults = _defaults(context)
         value, usual = context.get(setting), value_of(defaults, setting)
         if value == usual or not (setting in INSTEAD or _is_changed(context, setting)):
             continue
@@ -118,7 +120,8 @@ def _without_its_switch(context: Context) -> Iterator[Problem]:
     for row in READ_BESIDE:
         switch = context.get(row.switch)
         of_others = row.switch == V1 and (context.entry or context.get(LOOPS))  # another trainer, or its own loops
-        if of_others or row.switch in context.given or (switch in row.values if row.values else switch is not None):
+        is_set = {row.switch, OLD_NAMES.get(row.switch)} & context.given
+        if of_others or is_set or (switch in row.values if row.values else switch is not None):
             continue
         names = [name for name in sorted(context.given) if re.fullmatch(row.settings, name)]
         if found := ", ".join(f"{name}={context.get(name)}" for name in names if _is_changed(context, name)):

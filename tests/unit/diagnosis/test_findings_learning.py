@@ -199,6 +199,7 @@ ENDINGS = [
     ("ended_in.host", "ended by a kill (SIGKILL)"),
     ("ended_in.cache", "ended in the rollout by ValueError: No available memory for the cache blocks"),
     ("ended_in.scheduler", "ended by Slurm's time limit"),
+    ("ended_in.first", "ended by a timeout of NCCL (the watchdog): ranks 0, 1 in ALLREDUCE 1, for 600 s"),
     ("ended_in.sync", "ended in the weight sync by KeyError: 'a'"),
     ("ended_in.checkpoint", "ended in a checkpoint by KeyError: 'a'"),
     ("ended_in.log_probs", "ended in the log-probs by KeyError: 'a'"),

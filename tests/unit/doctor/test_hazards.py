@@ -520,6 +520,7 @@ HAZARDS: dict[str, dict[str, list[str | tuple[str, str]]]] = {
             f"{ROLLOUT}.trace.backend=weave trainer.use_v1=False",
             f"{ROLLOUT}.val_kwargs.do_sample=True",  # of this node verl reads it
             f"{FSDP}.use_torch_compile=False {ACTOR}.use_torch_compile=False",
+            f"{OPTIM}.min_lr_ratio=0.1 {OPTIM}.warmup_style=cosine",  # the old name of lr_scheduler_type
             f"{ACTOR}.entropy_checkpointing=True",  # the engine's setting takes its value
         ],
         "warning": [
@@ -535,6 +536,7 @@ HAZARDS: dict[str, dict[str, list[str | tuple[str, str]]]] = {
             "algorithm.rollout_correction.rollout_is_threshold=4",
             f"critic.ppo_max_token_len_per_gpu=2048 {ESTIMATOR}=gae",  # verl issue 7462
             f"{ACTOR}.grad_clip=0.5",
+            f"{OPTIM}.min_lr_ratio=0.1",
             f"{ACTOR}.use_torch_compile=False",  # verl reads that of the engine's class
             f"{ROLLOUT}.over_sample_rate=0.1",
             f"{OVERLONG}.enable=True",

@@ -49,6 +49,7 @@ PLACES = {
     r"|\bworkers?\b.*\b(?:died|killed)\b",
     "cache": r"no available memory|cache blocks|KV cache",
     "scheduler": r"\bSlurm\b|\bPBS\b|\bLSF\b|Kubernetes|SIGTERM",
+    "first": r"\branks? [\d, ]+ in [A-Z_]+ 1, for ",  # a collective, the first of its group
     "sync": " in the weight sync by ",
     "checkpoint": " in a checkpoint by ",
     "log_probs": " in the log-probs by ",

@@ -184,8 +184,8 @@ def at_ceiling(run: Readings, course: Course) -> bool:
 @cached_per_run
 def is_solved(run: Readings) -> bool:
     """Returns True if nearly all answers get the best reward that any answer got. Where all get the same one, the
-    reward has risen to it and stays there, above 0, or the log begins later than the run, with a reward of 1: a grader that always
-    gives 1 looks the same from the first step on."""
+    reward has risen to it and stays there, above 0, or the log begins later than the run, with a reward of 1: a grader
+    that always gives 1 looks the same from the first step on."""
     series, most, least = run.get(REWARD), run.values(REWARD_MAX), run.late(REWARD_MIN)
     if series is None:
         return False
