@@ -335,6 +335,12 @@ def test_figures_without_a_course_are_one_reading(text, step, tmp_path):
     assert run.steps.tolist() == [step] if step else run.steps[0] > 3, "no finding takes them for the first steps'"
 
 
+def test_an_empty_tensor_is_no_number(tmp_path):
+    text = "".join(f"Step {step} | rewards: tensor([]) | entropy: 0.5\n" for step in (1, 2, 3))
+    run = read_run(log(tmp_path, text))
+    assert run.steps.tolist() == [1, 2, 3] and not any("reward" in name for name in run.readings.every_name())
+
+
 @pytest.mark.parametrize("said", ["WARN: rank 0 grad_norm is not finite: nan", "the grad_norm is NaN"])
 def test_a_number_that_is_said_to_be_none_is_one(said, tmp_path):
     series = read_run(log(tmp_path, f"{said}\n")).logged("actor/grad_norm")

@@ -393,7 +393,7 @@ def test_another_trainers_growing_gap_has_something_to_do_and_a_lower_rate_start
     found = judged(rate | {"completions/mean_length": [100.0] * 80})
     assert found.steps[0].do == "learning_rate=2e-06" and "weights" in found.steps[-1].why
     (check,) = (suspect.cause.check for suspect in found.suspects if suspect.cause.name == "learning_rate")
-    assert check.startswith("grad_norm, actor/ppo_kl"), "its own name of what it logs"
+    assert check.startswith("grad_norm, the KL"), "its own name of what it logs"
 
 
 def test_a_learning_rate_that_was_not_logged_is_not_guessed():

@@ -101,8 +101,8 @@ def named_numbers(line: str) -> dict[str, float]:
     for name, plain, timed, share, tensor in PAIR.findall(line):
         if tensor:
             values |= _tensor_values(name, [float(each) for each in re.findall(NUMBER, tensor)])
-        elif name.lower().replace(" ", "_") not in COUNTERS:
-            values[name] = float(plain or timed) if plain or timed else float(share) / 100
+        elif (plain or timed or share) and name.lower().replace(" ", "_") not in COUNTERS:
+            values[name] = float(share) / 100 if share else float(plain or timed)
     cells = [found for cell in line.split("|") if (found := CELL.fullmatch(cell.strip()))]
     listed = [found for cell in re.split("[|,]", line) if (found := CELL.fullmatch(cell.strip()))]
     for found in listed if len(listed) >= FEWEST_LISTED else cells:
