@@ -262,16 +262,16 @@ def verl_validation(context: Context) -> Iterable[Problem]:
             if not context.trust:
                 quick = refused_quickly(config, **roles)
             if quick is not None:  # with trust, the run's own classes need all of verl
+                if isinstance(quick.__cause__ or quick, (ValueError, AssertionError)):
+                    raise quick
                 importlib.import_module("verl_ext.plugins.verl")  # before verl, as `verl_ext.main_ppo` does
                 importlib.import_module("verl.utils.config").validate_config(config, **roles)
     except Exception as failure:  # assertions, ValueErrors and Hydra's wrapping of both
         if isinstance(failure, PackageNotFoundError) or (isinstance(failure, ImportError) and context.elsewhere):
-            if not (quick and isinstance(quick.__cause__ or quick, (ValueError, AssertionError))):
-                what = getattr(failure, "name", "") or reason_of(failure)
-                why = f"validate_config imports a package that is not on this machine: {what}"
-                yield note("verl's validate_config was not finished", why)
-                return
-            failure = quick
+            what = getattr(failure, "name", "") or reason_of(failure)
+            why = f"validate_config imports a package that is not on this machine: {what}"
+            yield note("verl's validate_config was not finished", why)
+            return
         said, why = reason_of(failure), "verl's own validation would stop the run with this error"
         yield error(said, why, *_fitting_batch(said, context))
         return
@@ -412,7 +412,8 @@ def refused_quickly(config: Any, **roles: bool) -> Exception | None:
     torch, tensordict, transformers and Ray, which no check of a setting needs. The modules of the settings are
     therefore imported without these, and removed from `sys.modules` afterwards.
 
-    None is final. An error can also mean that only the whole of verl can decide; UNDECIDED that verl is imported.
+    None is final, and so are a ValueError and an AssertionError. Another error can mean that only the whole of verl can
+    decide; UNDECIDED that verl is imported.
     """
     if "verl" in sys.modules:
         return UNDECIDED
