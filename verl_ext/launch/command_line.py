@@ -271,8 +271,7 @@ def compose(arguments: Sequence[str], *, trust: bool = False, entry: str = "") -
             except Exception as error:
                 if not REFUSED.match(str(error)):
                     raise
-                refused = _find_refused(name, overrides)
-                config = hydra.compose(name, [one for one in overrides if one not in refused])
+                config, refused = _without_refused(name, overrides)
                 given = {key_of(one) for one in arguments}  # `prepare` adds some
                 megatrons = next((one.key for one in refused.values() if ".megatron." in one.key), None)
                 if megatrons and OmegaConf.select(config, MEGATRON_SIZE) is None:
@@ -309,8 +308,8 @@ def _failure(error: Exception) -> tuple[Problem, ...]:
     return (Problem(said, next((remedy for text, remedy in REMEDIES.items() if re.search(text, said)), "")),)
 
 
-def _find_refused(name: str, overrides: Sequence[str]) -> dict[str, Refused]:
-    """Returns the overrides that Hydra refuses, as it finds only the first of them.
+def _without_refused(name: str, overrides: Sequence[str]) -> tuple[DictConfig, dict[str, Refused]]:
+    """Returns the config without the overrides that Hydra refuses, and these, as it finds only the first of them.
 
     It applies each to the config that the groups give, as `_apply_overrides_to_config` does in Hydra's
     hydra/_internal/config_loader_impl.py (1.3).
@@ -327,17 +326,18 @@ def _find_refused(name: str, overrides: Sequence[str]) -> dict[str, Refused]:
     hydras = [text for text, one in parsed.items() if one.is_hydra_override()]
     groups = [text for text, one in parsed.items() if loader.get_group_options(one.key_or_group.partition("@")[0])]
     config = hydra.compose(name, [*hydras, *groups])
-    found = {}
+    found = dict[str, Refused]()
     for text, one in parsed.items():
         if text in hydras or text in groups:
             continue
         try:
             ConfigLoaderImpl._apply_overrides_to_config([one], config)
         except ConfigCompositionException as error:
-            if REFUSED.match(str(error)):  # others stop the second composition, as they stop the launch
-                how: Any = "delete" if one.is_delete() else "add" if one.is_add() else "set"
-                found[text] = Refused(one.key_or_group, one.value(), how)
-    return found
+            if not REFUSED.match(str(error)):
+                raise
+            how: Any = "delete" if one.is_delete() else "add" if one.is_add() else "set"
+            found[text] = Refused(one.key_or_group, one.value(), how)
+    return config, found
 
 
 def required_config(arguments: argparse.Namespace) -> DictConfig:
