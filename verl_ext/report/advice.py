@@ -154,6 +154,8 @@ def _all_steps(
         if remedies and remedies[0].is_command:  # what is broken is broken after a restart too
             yield remedies.pop(0)
         change = next((step for step in remedies if not step.is_command), None)
+        if change is None:  # a restart alone repeats what began before the fall
+            yield from _checks(found, _sound_step(run, found))
         yield _with_checkpoint(run, found, change)
     yield from remedies
     asked = found.question
@@ -186,9 +188,9 @@ def _all_steps(
         yield NextStep(ROUTERS, "shows whether the engines choose the same experts")
 
 
-def _checks(found: Judgement) -> Iterator[NextStep]:
+def _checks(found: Judgement, until: int | None = None) -> Iterator[NextStep]:
     """Yields what to look at for the first MOST_CHECKS findings with a check that neither a named cause nor a gap that
-    grew explains."""
+    grew explains; with `until`, for those that began up to that step."""
     if found.engines.state in ("growing", "broken"):
         return
     signs = (sign.finding.name for each in found.suspects for sign in each.evidence if sign.points > 0)
@@ -201,6 +203,8 @@ def _checks(found: Judgement) -> Iterator[NextStep]:
         for each in notable(found.findings)
         if (rule := RULES.get(each.name)) and rule.check and rule.family not in explained and each.mark not in follows
     ]
+    if until is not None:
+        unexplained = [(each, check) for each, check in unexplained if each.step is not None and each.step <= until]
     for each, check in unexplained[:MOST_CHECKS]:
         yield NextStep(f"check {check}", f"nothing explains why {each.text}", in_words=True)
 
@@ -424,7 +428,7 @@ def _with_checkpoint(run: Run, found: Judgement, change: NextStep | None) -> Nex
     """Returns a change together with the weights to start from: those before the earliest thing that moved."""
     sound, stale = _sound_step(run, found), staleness_of(run.readings)
     text, why = change.do if change else "", change.why if change else "goes back to weights from before the fall"
-    if change is None and found.first is not None:
+    if change is None:
         why = f"{why}, once its cause is fixed"
     if sound <= 1:
         why = f"{why}. No checkpoint is from before the fall, so the run starts from its beginning"

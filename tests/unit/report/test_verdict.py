@@ -287,6 +287,13 @@ def test_what_counts_as_on_is_an_override_that_is_advised():
     assert [start for start in LOGGED_IF_ON if not any(text.startswith(start) for text in known)] == []
 
 
+def test_what_was_odd_before_a_fall_is_checked_before_the_way_back():
+    falls = [0.5] * 30 + list(np.linspace(0.5, 0.2, 30))
+    steps = done(judged({REWARD: falls, "actor/grad_norm": [3e3] * 60}))
+    assert "a sum" in steps[0] and RESUME in steps[1]
+    assert RESUME in done(judged({REWARD: falls, "actor/grad_norm": [0.3] * 60}))[0]
+
+
 def test_a_guard_that_is_on_takes_no_way_back_away():
     spoiled = {REWARD: [0.5] * 40 + [0.0] * 20, "actor/grad_norm": [0.3] * 40 + [NAN] * 20}
     assert judged(spoiled).first.do.startswith("stability=guard ") and RESUME in judged(spoiled).first.do
