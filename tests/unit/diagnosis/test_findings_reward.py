@@ -102,6 +102,12 @@ CASES = [
     ("groups_dead.most", None, {REWARD: wave(0.5, 0.1, 10), SPREADS[1]: [0.0] * 7 + [0.3] * 3}),  # whole steps
     ("groups_dead.most", None, {REWARD: [0.0, 0.0, 0.25, 0.0] * 5}),  # a mean of 0 has no other answers
     ("groups_dead.solved", None, {DEAD_GROUPS: [0.7] * 10, REWARD: wave(0.9, 0.02, 10)}),
+    ("groups_dead.most", None, {DEAD_GROUPS: [0.08, 0.83, 0.9, 0.83], REWARD: [0.45, 0.8, 0.73, 0.81]}),  # a flat run
+    (
+        "groups_dead.all",
+        None,
+        {SPREADS[1]: [0.3] * 4 + [0.0] * 36, REWARD: list(np.linspace(0.6, 0.64, 40))},
+    ),  # it rises
     ("groups_dead.some", None, {DEAD_GROUPS: [0.3] * 10}),
     ("groups_dead.few", None, {DEAD_GROUPS: [0.05] * 10}),
     ("penalties_vanish.only", None, {REWARD: line(-0.1, 0.0, 40), REWARD_MAX: [0.0] * 40}),

@@ -197,7 +197,7 @@ def is_solved(run: Readings) -> bool:
         return True
     quarter = max(len(series.values) // 4, 1)
     first, last, lowest = series.values[:quarter], series.values[-quarter:], float(series.values.min())
-    stays = highest - float(last.min()) <= (1 - CEILING) * (highest - lowest)  # it does not rise any more
+    stays = highest - min(now, float(last.min())) <= (1 - CEILING) * (highest - lowest)  # it does not rise any more
     return now > 0 and stays and now - float(first.mean()) > SAME * max(highest, 1.0)
 
 
