@@ -400,8 +400,10 @@ def mean_of_k(run: Readings) -> Seen:
     if excess < -2 * NOISE_ERRORS and (sided or 1.0) < 0.97:
         level = "below" if (sided or 0.0) > 0.6 else "a_little_below"
         return level, f"k averages less than 1, by {-excess:.0f} standard errors"
-    if sided is not None and (abs(excess) < NOISE_ERRORS or 0.6 < sided < 1.6):
+    if sided is not None and 0.6 < sided < 1.6:
         return "one", f"k averages 1 (k3 / k1 is {sided:.2f})"
+    if sided is not None and abs(excess) < NOISE_ERRORS:
+        return "one", f"k averages 1 but for {abs(excess):.1f} standard errors"
     return "unclear", f"k averages 1 but for {excess:.1f} standard errors"
 
 
